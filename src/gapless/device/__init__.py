@@ -1,0 +1,1 @@
+"""Streams, events, buffers: one small protocol and its implementations."""

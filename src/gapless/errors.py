@@ -1,0 +1,32 @@
+"""The exceptions of gapless. A bad request is a ``ValueError``; a broken engine is a ``RuntimeError``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """An engine option is out of range. The message names the field, the value, what is allowed, what to do."""
+
+
+class RequestError(ValueError):
+    """A request cannot be served. Only this request is refused; the others are not touched."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model holds a part that this engine would compute wrongly. Raised at load, naming the part."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine stopped because of an earlier error, which is the ``__cause__``. It takes no more work."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed; it takes no more work."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest of ``known``, or an empty string when nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,1 @@
+"""The model layer: ``transformers`` modules on the engine's paged attention."""
