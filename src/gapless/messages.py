@@ -1,0 +1,46 @@
+"""What the loop's thread tells the output thread: one message per step, arrays instead of objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one final word on a request.
+
+    Attributes:
+        id: `Request.id`.
+        token_ids: every new token, int32, a copy that the receiver owns; a prefix of what was asked for after an abort.
+        stop_token: the id from ``stop_token_ids`` or the end-of-sequence id that ended it, else None.
+        error: what went wrong when the reason is ERROR.
+    """
+
+    id: int
+    token_ids: npt.NDArray[np.int32]
+    reason: FinishReason
+    stop_token: int | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """What one step brought.
+
+    Attributes:
+        ids, tokens: int64 and int32 ``[n]``: the new tokens of *streaming* requests, at most one per request. A
+            request's last token is here too, before its entry in ``finished``.
+        finished: requests that ended in this step.
+        time: ``time.monotonic()`` when the step was committed.
+    """
+
+    ids: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
+    finished: tuple[Finished, ...]
+    time: float
