@@ -136,6 +136,7 @@ class Request:
         stop_token_ids: every id that ends the request, the model's own included unless they are ignored.
         seed: 64 bits.
         streaming: the output side wants each token, not the finished sequence only.
+        block_hashes: the scheduler's memory of the hash chain of its full blocks.
     """
 
     id: int
@@ -146,6 +147,7 @@ class Request:
     seed: int
     streaming: bool
     arrival: float = 0.0
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)

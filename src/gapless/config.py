@@ -1,0 +1,93 @@
+"""EngineConfig: every option of the engine, checked once. Frozen; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gapless.errors import ConfigError, did_you_mean
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def _check(name: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine.
+
+    Attributes:
+        dtype: of weights and cache. ``auto`` takes the model's own (fp32 on a CPU).
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
+        pipeline_depth: steps in flight. 1 is synchronous; 2 hides the host behind the device; more absorb jitter.
+        max_num_seqs: requests that run at once; each has a persistent row on the device.
+        max_num_batched_tokens: token budget of one step; at least ``max_num_seqs``, so that no decode ever waits.
+        max_model_len: longest prompt plus output, in tokens. None: what the model was made for.
+        block_size: tokens in a block of the KV cache, a power of two.
+        num_kv_blocks: size of the KV pool. None: from ``kv_cache_memory_bytes``, else from a share of the memory.
+        kv_cache_memory_bytes: size of the KV pool in bytes.
+        gpu_memory_utilization: share of the device's memory that weights, graphs and cache may take together.
+        enable_prefix_caching: reuse the blocks of equal prefixes.
+        enforce_eager: no CUDA graphs.
+        seed: with a request's number it seeds requests that bring no seed of their own.
+        check_model: at load, run the parity probe against the model's own attention.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    pipeline_depth: int = 2
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    seed: int = 0
+    check_model: bool = True
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        device = self.device
+        known = isinstance(device, str) and (device in ("auto", "cpu", "cuda") or device.removeprefix("cuda:").isdigit())
+        _check("device", device, known, "auto, cpu, cuda or cuda:N")
+        for name in ("pipeline_depth", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            _check(name, value, _is_int(value) and value >= 1, "an integer >= 1")
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            _check(name, value, value is None or (_is_int(value) and value >= 2), "an integer >= 2, or None")
+        size = self.block_size
+        power = _is_int(size) and 8 <= size <= 256 and size & (size - 1) == 0
+        _check("block_size", size, power, "a power of two from 8 to 256")
+        share = self.gpu_memory_utilization
+        number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        _check("gpu_memory_utilization", share, number and 0 < share <= 1, "a number in (0, 1]")
+        for name in ("enable_prefix_caching", "enforce_eager", "check_model"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs="
+                f"{self.max_num_seqs}: a step must hold one token of every running request. Raise the first or "
+                "lower the second"
+            )
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Options from plain data; an unknown name is an error that names the nearest known one."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+        return cls(**options)

@@ -1,0 +1,258 @@
+"""The engine: the loop, and the thread that runs it.
+
+The loop is `Engine._loop`. Depth 1 is the synchronous engine; any other depth is the same loop with more steps in
+flight. Its thread is the only one that touches scheduler and runner. Other threads talk to it through an inbox; it
+talks to them through ``publish``, which it calls at most once per step and which must not block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from gapless.errors import EngineClosedError, EngineDeadError
+from gapless.messages import StepMessage
+from gapless.plan import I32, StepPlan
+from gapless.request import FinishReason, Request
+from gapless.scheduler import Scheduler
+
+T = TypeVar("T")
+PHASES = ("receive", "schedule", "launch", "wait", "commit", "publish")
+
+
+class StepResult(Protocol):
+    """A finished step. ``busy_ms`` is from its first to its last work on the device, ``idle_ms`` the gap before it."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+    @property
+    def tokens(self) -> I32: ...
+    @property
+    def busy_ms(self) -> float: ...
+    @property
+    def idle_ms(self) -> float: ...
+
+
+class StepRunner(Protocol):
+    """The pipeline as the loop sees it: `launch` never blocks, `wait` is the only call that does."""
+
+    def launch(self, plan: StepPlan) -> Any: ...
+    def wait(self, step: Any) -> StepResult: ...
+    def thread_context(self) -> contextlib.AbstractContextManager[None]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Sums since the start, in seconds; written by the loop's thread, read by anyone.
+
+    ``host`` has one entry per phase of the loop. The device's time splits into ``busy`` (a step was running),
+    ``idle_host`` (it waited for the host) and ``idle_no_work`` (there was no request).
+    """
+
+    steps: int = 0
+    busy: float = 0.0
+    idle_host: float = 0.0
+    idle_no_work: float = 0.0
+    host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def host_work(self) -> float:
+        """Seconds that the host worked: every phase but the wait for the device."""
+        return sum(seconds for phase, seconds in self.host.items() if phase != "wait")
+
+    @property
+    def host_hidden(self) -> float:
+        """Of these, the seconds that cost nothing, because the device was busy meanwhile."""
+        return max(self.host_work - self.idle_host, 0.0)
+
+
+class Engine:
+    """See the module.
+
+    Args:
+        scheduler, runner: owned by the engine's thread from `start` on.
+        depth: steps in flight.
+        publish: takes each step's message, on the loop's thread.
+        on_death: called once, with the error, if the loop ends by an exception.
+        check: test the scheduler's integrity after every step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        depth: int,
+        publish: Callable[[StepMessage], None],
+        on_death: Callable[[BaseException], None],
+        *,
+        check: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.stats = EngineStats()
+        self._runner = runner
+        self._depth = depth
+        self._publish_to = publish
+        self._on_death = on_death
+        self._check = check
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running = True
+        self._starved = True  # the next step to be launched follows a time without requests
+        self._error: BaseException | None = None
+        self._gate = threading.Lock()  # between the last word of the loop and new work
+        self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        in_flight: deque[tuple[Any, bool]] = deque()
+        while self._running:
+            while len(in_flight) < self._depth and (plan := self._schedule()) is not None:
+                in_flight.append(self._launch(plan))  # enqueues on h2d, compute, d2h; never blocks
+            result = self._wait(*in_flight.popleft()) if in_flight else None  # the host waits for the device here only
+            self._receive(block=result is None)  # after the wait, so that an abort beats the outputs
+            if result is not None:
+                self._commit(result)
+            self._publish()
+
+    # ---- its phases -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Any:
+        start = time.perf_counter()
+        yield
+        self.stats.host[name] += time.perf_counter() - start
+
+    def _schedule(self) -> StepPlan | None:
+        with self._phase("schedule"):
+            return self.scheduler.schedule()
+
+    def _launch(self, plan: StepPlan) -> tuple[Any, bool]:
+        with self._phase("launch"):
+            starved, self._starved = self._starved, False
+            return self._runner.launch(plan), starved
+
+    def _wait(self, step: Any, starved: bool) -> StepResult:
+        with self._phase("wait"):
+            result = self._runner.wait(step)
+        stats = self.stats
+        stats.steps += 1
+        stats.busy += result.busy_ms * 1e-3
+        if starved:
+            stats.idle_no_work += result.idle_ms * 1e-3
+        else:
+            stats.idle_host += result.idle_ms * 1e-3
+        return result
+
+    def _receive(self, block: bool) -> None:
+        if block:
+            if self.scheduler.has_requests:
+                raise RuntimeError("requests are waiting, no step is in flight, and the scheduler has no plan")
+            self._starved = True
+            self._inbox.get()()
+        with self._phase("receive"):
+            while not self._inbox.empty():
+                self._inbox.get()()
+
+    def _commit(self, result: StepResult) -> None:
+        with self._phase("commit"):
+            self.scheduler.commit(result.plan, result.tokens)
+            if self._check:
+                self.scheduler.check()
+
+    def _publish(self) -> None:
+        with self._phase("publish"):
+            message = self.scheduler.message()
+            if message is not None:
+                self._publish_to(message)
+
+    # ---- the thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the loop's thread."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._runner.thread_context():
+                self._loop()
+        except BaseException as error:
+            with self._gate:
+                self._error = error
+            self._on_death(error)
+        finally:
+            with self._gate:
+                self._running = False
+            while not self._inbox.empty():  # nobody waits for an answer for ever
+                self._inbox.get()()
+            self._runner.close()
+
+    def close(self) -> None:
+        """Stop after the steps that are in flight; threads and memory come back. Safe to call twice.
+
+        Requests that have not ended get no more tokens.
+        """
+        if self._thread.ident is None:
+            self._runner.close()
+            self._running = False
+            return
+        self._inbox.put(self._stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _stop(self) -> None:
+        self._running = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the loop, if an exception did."""
+        return self._error
+
+    # ---- for other threads ----------------------------------------------------------------------------------------
+
+    def raise_if_dead(self) -> None:
+        """Raise `EngineDeadError` or `EngineClosedError` when no more work is taken."""
+        if self._error is not None:
+            raise EngineDeadError(f"the engine stopped after an error: {self._error!r}") from self._error
+        if not self._running:
+            raise EngineClosedError("the engine is closed")
+
+    def submit(self, requests: list[Request]) -> None:
+        """Hand over requests, all in one turn of the loop."""
+
+        def add() -> None:
+            for request in requests:
+                self.scheduler.add(request)
+
+        self._put(add)
+
+    def finish(self, request_id: int, reason: FinishReason) -> None:
+        """End a request at the loop's next turn; ignored when it has ended already."""
+        with contextlib.suppress(EngineDeadError, EngineClosedError):
+            self._put(lambda: self.scheduler.finish(request_id, reason))
+
+    def call(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on the loop's thread between two steps and return what it returns."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self.raise_if_dead()
+                done.set_result(action())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._put(run)
+        return done.result()
+
+    def _put(self, message: Callable[[], None]) -> None:
+        with self._gate:
+            self.raise_if_dead()
+            self._inbox.put(message)

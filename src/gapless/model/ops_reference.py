@@ -1,0 +1,101 @@
+"""The fused operations of a decoder layer in plain torch: what each of them means, rounding included.
+
+Results are rounded to the input's dtype wherever the modules of ``transformers`` round, so that replacing those
+modules changes nothing but the order of sums.
+
+Shape legend: T tokens, H hidden size, F width of the MLP, HQ and HK query and KV heads, D head size, R rotary
+dimensions (R <= D), N blocks of B tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension.
+
+    Args:
+        x: ``[..., H]``.
+        weight: ``[H]``.
+        eps: added to the mean square.
+        offset: the weight is stored minus one and multiplied in fp32 (Gemma); else the normed value is rounded first.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``residual + x``, and its norm. Returns (normed, new residual); the inputs stay as they are."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps, offset), residual
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``[..., 2F]``, gate first, as ``[..., F]``."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rope_qk_norm_kv_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: bool = False,
+) -> torch.Tensor:
+    """From the merged projection to the query: split, norm q and k per head, rotate, store k and v in the cache.
+
+    Args:
+        qkv: ``[T, (HQ + 2 HK) D]``, queries, then keys, then values.
+        positions: int64 ``[T]``.
+        cos: ``[max_position, R]`` from the model's own rotary module, both halves equal; the first R of the D
+            dimensions rotate. The products are rounded to the common dtype of qkv and the table.
+        sin: likewise.
+        kv_cache: ``[2, N, B, HK, D]``, written.
+        slot_mapping: int64 ``[T]``, ``block * B + offset`` per token.
+        num_heads: HQ.
+        num_kv_heads: HK.
+        q_norm_weight: ``[D]``, or None for no norm.
+        k_norm_weight: ``[D]``, or None.
+        eps: of the norms.
+        offset: of the norms.
+
+    Returns:
+        The queries ``[T, HQ, D]``, contiguous.
+    """
+    tokens, size = qkv.shape[0], kv_cache.shape[4]
+    q, k, v = (
+        part.view(tokens, -1, size)
+        for part in qkv.split((num_heads * size, num_kv_heads * size, num_kv_heads * size), -1)
+    )
+    if q_norm_weight is not None:
+        q = rms_norm(q, q_norm_weight, eps, offset)
+    if k_norm_weight is not None:
+        k = rms_norm(k, k_norm_weight, eps, offset)
+    c, s = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
+    block_size = kv_cache.shape[2]
+    block, place = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[0].index_put_((block, place), _rotate(k, c, s).to(kv_cache.dtype))
+    kv_cache[1].index_put_((block, place), v.to(kv_cache.dtype))
+    return _rotate(q, c, s).contiguous()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotary = cos.shape[-1]
+    turning, rest = x[..., :rotary], x[..., rotary:]
+    first, second = turning.chunk(2, -1)
+    turned = (turning * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

@@ -1,0 +1,48 @@
+"""Kernels: the device-specific functions of a step that do not belong to the model. One set for each kind of device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gapless.pipeline.layout import StepInputs
+from gapless.pipeline.prepare import Arena, StepIndices, prepare
+from gapless.plan import Feature, RowLayout
+from gapless.sampling.reference import sample_and_store
+
+
+class Prepare(Protocol):
+    """See `gapless.pipeline.prepare.prepare`."""
+
+    def __call__(self, step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices) -> None: ...
+
+
+class Sample(Protocol):
+    """See `gapless.sampling.reference.sample_and_store`."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        arena: torch.Tensor,
+        layout: RowLayout,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        sample_flags: torch.Tensor,
+        features: Feature,
+        out_tokens: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The two ends of a step."""
+
+    prepare: Prepare
+    sample: Sample
+
+
+def reference_kernels() -> Kernels:
+    """Plain torch, for the CPU."""
+    return Kernels(prepare, sample_and_store)

@@ -1,0 +1,216 @@
+"""The runner: turns a StepPlan into work on three streams (`launch`), and a finished step into tokens (`wait`).
+
+One step is one H2D copy, a forward and a sample, one D2H copy:
+
+    h2d      copy slot.host -> slot.device ; record h2d_done
+    compute  wait h2d_done ; forward ; sample ; record compute_done
+    d2h      wait compute_done ; copy slot.out -> slot.out_host ; record d2h_done
+
+`launch` never blocks. `wait` blocks on the d2h_done of one slot, and is the only place that does. All persistent state
+(the arena with token table, block tables and parameters; the KV pool) and the indices derived from it are written by
+the compute stream only; the runner owns these tensors and hands their addresses to nobody but the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from gapless.attention.context import AttentionContext
+from gapless.device.base import Access, Device, Event
+from gapless.model.base import CausalModel
+from gapless.pipeline.kernels import Kernels
+from gapless.pipeline.layout import SAMPLE_FLAG, SlotLayout, slot_layout, step_inputs
+from gapless.pipeline.prepare import StepIndices, arena_views
+from gapless.pipeline.shapes import Shapes
+from gapless.pipeline.slot import Ring, Slot
+from gapless.plan import I32, Feature, RowLayout, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Two timing events on the compute stream: before the first and after the last work of a step."""
+
+    start: Event
+    end: Event
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step."""
+
+    plan: StepPlan
+    slot: Slot
+    watch: Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A finished step: its plan and one token per sequence, -1 where the logits were not finite."""
+
+    plan: StepPlan
+    tokens: I32
+    busy_ms: float  # first to last work of the step on the compute stream
+    idle_ms: float  # from the end of the step before to the start of this one; 0 for the first
+
+
+class Runner:
+    """See the module.
+
+    Args:
+        device: where it runs.
+        model: on that device.
+        layout: of the persistent rows.
+        num_blocks: of the KV pool.
+        depth: slots in the ring.
+        max_num_tokens, max_updates: the largest step that a plan may ask for.
+        kernels: prepare and sample, for this device.
+        shapes: how steps are padded, and whether they are captured.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalModel,
+        layout: RowLayout,
+        *,
+        num_blocks: int,
+        depth: int,
+        max_num_tokens: int,
+        max_updates: int,
+        kernels: Kernels,
+        shapes: Shapes,
+    ) -> None:
+        self.device = device
+        self.model = model
+        self.layout = layout
+        self._kernels = kernels
+        self._shapes = shapes
+        max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs)
+        self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates) for i in range(depth)])
+        self._arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
+        self._kv = [
+            device.device_buffer(
+                (2, num_blocks, layout.block_size, spec.num_kv_heads, spec.head_dim_k),
+                getattr(torch, spec.dtype),
+                f"kv{i}",
+            )
+            for i, spec in enumerate(model.kv_specs)
+        ]
+        ints = device.device_buffer((3 * max_tokens + 2 * max_seqs,), torch.int64, "indices")
+        lens = device.device_buffer((max_seqs,), torch.int32, "seq_lens")
+        t, s = max_tokens, max_seqs
+        self._indices = StepIndices(
+            ints[:t], ints[t : 2 * t], ints[2 * t : 3 * t], lens, ints[3 * t : 3 * t + s], ints[3 * t + s :]
+        )
+        self._logits = device.device_buffer((max_seqs, model.vocab_size), model.dtype, "logits")
+        state = (self._arena.words, *self._kv, ints, lens, self._logits)
+        self._forward_access = [Access((slot.device, *state), state) for slot in self._ring.slots]
+        self._sample_access = [
+            Access((slot.device, *state, slot.out), (self._arena.words, slot.out)) for slot in self._ring.slots
+        ]
+        self._captured: dict[tuple[object, ...], Callable[[], None]] = {}
+        # One more than slots: the end of the step before is still needed when a step has been waited for.
+        self._watches = [Stopwatch(device.event(timing=True), device.event(timing=True)) for _ in range(depth + 1)]
+        self._last: Stopwatch | None = None
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Enqueue a step. Never blocks."""
+        device, slot = self.device, self._ring.take()
+        watch = self._watches[plan.step % len(self._watches)]
+        shape = self._shapes.pad(plan)
+        layout = slot_layout(*shape)
+        with device.host_access():
+            used = slot.fill(plan, layout, self.layout.null_row)
+
+        device.copy_h2d(slot.device[:used], slot.host[:used], "h2d")
+        slot.h2d_done.record(device.h2d)
+
+        slot.h2d_done.wait(device.compute)
+        watch.start.record(device.compute)
+        forward = self._work("forward", slot, layout, plan.decode_only, Feature.GREEDY)
+        device.launch(forward, self._forward_access[slot.index], "forward")
+        sample = self._work("sample", slot, layout, False, plan.features)
+        device.launch(sample, self._sample_access[slot.index], "sample")
+        watch.end.record(device.compute)
+        slot.compute_done.record(device.compute)
+
+        slot.compute_done.wait(device.d2h)
+        device.copy_d2h(slot.out_host, slot.out, "d2h")
+        slot.d2h_done.record(device.d2h)
+        return StepInFlight(plan, slot, watch)
+
+    def wait(self, step: StepInFlight) -> StepResult:
+        """Block until the step's tokens are on the host, and copy them out of the slot."""
+        slot = step.slot
+        slot.d2h_done.synchronize()
+        with self.device.host_access():
+            tokens = slot.read(step.plan.num_seqs)
+        watch, last = step.watch, self._last
+        self._last = watch
+        busy = watch.start.elapsed_ms(watch.end)
+        idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
+        return StepResult(step.plan, tokens, busy, max(idle, 0.0))
+
+    def thread_context(self) -> AbstractContextManager[None]:
+        """Entered by the loop's thread."""
+        return self.device.thread_context()
+
+    def close(self) -> None:
+        """Finish what is in flight and give the memory back."""
+        self._captured.clear()
+        self.device.close()
+
+    # ---- what is enqueued -----------------------------------------------------------------------------------------
+
+    def _work(
+        self, half: str, slot: Slot, layout: SlotLayout, decode_only: bool, features: Feature
+    ) -> Callable[[], None]:
+        key = (half, slot.index, layout.num_tokens, layout.num_seqs, decode_only, features)
+        if (replay := self._captured.get(key)) is not None:
+            return replay
+        if half == "forward":
+            work = self._forward(slot, layout, decode_only)
+        else:
+            work = self._sample(slot, layout, features)
+        if self._shapes.capture:
+            work = self._captured[key] = self.device.capture(work)
+        return work
+
+    def _forward(self, slot: Slot, layout: SlotLayout, decode_only: bool) -> Callable[[], None]:
+        step = step_inputs(slot.device, layout)
+        indices = self._indices.cut(layout.num_tokens, layout.num_seqs)
+        logits = self._logits[: layout.num_seqs]
+
+        def work() -> None:
+            self._kernels.prepare(step, self._arena, self.layout, indices)
+            context = AttentionContext(
+                kv_caches=self._kv,
+                slot_mapping=indices.slot_mapping,
+                query_start_loc=step.query_start_loc,
+                seq_lens=indices.seq_lens,
+                rows=step.rows,
+                block_tables=self._arena.block_tables,
+                block_size=self.layout.block_size,
+                decode_only=decode_only,
+            )
+            logits.copy_(self.model.forward(indices.input_ids, indices.positions, context, indices.logits_index))
+
+        return work
+
+    def _sample(self, slot: Slot, layout: SlotLayout, features: Feature) -> Callable[[], None]:
+        step = step_inputs(slot.device, layout)
+        positions = self._indices.sample_positions[: layout.num_seqs]
+        logits, out = self._logits[: layout.num_seqs], slot.out[: layout.num_seqs]
+
+        def work() -> None:
+            self._kernels.sample(
+                logits, self._arena.words, self.layout, step.rows, positions, step.flags & SAMPLE_FLAG, features, out
+            )
+
+        return work

@@ -1,0 +1,42 @@
+"""Shapes: how the sizes of a step are padded. A CPU runs exact sizes; a GPU runs captured graphs of a few sizes."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from gapless.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Buckets of padded sizes; none means exact sizes.
+
+    Attributes:
+        capture: steps are captured as graphs, one for each slot and key.
+        seq_buckets: sizes S of steps in which each sequence has one token (T = S).
+        token_buckets: sizes T of all other steps; their S is the largest of ``seq_buckets``.
+    """
+
+    capture: bool = False
+    seq_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()
+
+    def pad(self, plan: StepPlan) -> tuple[int, int]:
+        """Padded (T, S) of a step."""
+        t, s = plan.num_tokens, plan.num_seqs
+        if not self.seq_buckets:
+            return t, s
+        if plan.decode_only:
+            s = self.seq_buckets[bisect.bisect_left(self.seq_buckets, s)]
+            return s, s
+        return self.token_buckets[bisect.bisect_left(self.token_buckets, t)], self.seq_buckets[-1]
+
+    def largest(self, max_num_tokens: int, max_num_seqs: int) -> tuple[int, int]:
+        """The largest (T, S) that `pad` can give."""
+        if not self.seq_buckets:
+            return max_num_tokens, max_num_seqs
+        return max(self.token_buckets[-1], self.seq_buckets[-1]), self.seq_buckets[-1]
+
+
+EXACT = Shapes()

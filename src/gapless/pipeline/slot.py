@@ -1,0 +1,94 @@
+"""A slot: the memory and the events of one step in flight. The ring: as many slots as the pipeline is deep.
+
+Life of a slot, and who may touch it:
+
+    host     fills ``host``               only after `d2h_done` of the slot's previous step: the ring is as long as the
+                                          pipeline is deep, so the step that had this slot has been committed
+    h2d      copies host -> device        then records `h2d_done`
+    compute  waits `h2d_done`; reads ``device``, writes ``out``; then records `compute_done`
+    d2h      waits `compute_done`; copies out -> out_host; then records `d2h_done`
+    host     waits `d2h_done`, copies the tokens out of ``out_host``; no view of it leaves `Slot.read`
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gapless.device.base import Device
+from gapless.pipeline.layout import (
+    HEADER_WORDS,
+    NUM_SEQS,
+    NUM_TOKENS,
+    NUM_UPDATES,
+    SAMPLE_FLAG,
+    SlotLayout,
+    slot_words,
+    used_words,
+)
+from gapless.plan import I32, StepPlan
+
+
+class Slot:
+    """Pinned region, device twin, output, pinned output twin, and the three events."""
+
+    def __init__(self, device: Device, index: int, num_tokens: int, num_seqs: int, max_updates: int) -> None:
+        words = slot_words(num_tokens, num_seqs, max_updates)
+        self.index = index
+        self.host = device.host_buffer(4 * words, f"slot{index}.host").view(torch.int32)
+        self.device = device.device_buffer((words,), torch.int32, f"slot{index}.device")
+        self.out = device.device_buffer((num_seqs,), torch.int32, f"slot{index}.out")
+        self.out_host = device.host_buffer(4 * num_seqs, f"slot{index}.out_host").view(torch.int32)
+        self.h2d_done = device.event()
+        self.compute_done = device.event()
+        self.d2h_done = device.event()
+        self._words: I32 = self.host.numpy()
+        self._tokens: I32 = self.out_host.numpy()
+
+    def fill(self, plan: StepPlan, layout: SlotLayout, null_row: int) -> int:
+        """Write the plan, padded to ``layout``, into the pinned region; returns the words that are to be copied."""
+        w, s, t = self._words, plan.num_seqs, plan.num_tokens
+        n_seqs, n_tokens = layout.num_seqs, layout.num_tokens
+        w[NUM_TOKENS], w[NUM_SEQS], w[NUM_UPDATES] = t, s, len(plan.updates)
+        w[layout.rows : layout.rows + s] = plan.rows
+        w[layout.starts : layout.starts + s] = plan.starts
+        loc = layout.query_start_loc
+        w[loc] = 0
+        np.cumsum(plan.query_lens, out=w[loc + 1 : loc + 1 + s])
+        w[layout.flags : layout.flags + s] = plan.samples  # SAMPLE_FLAG is 1
+        if s < n_seqs:
+            w[layout.rows + s : layout.rows + n_seqs] = null_row
+            w[layout.starts + s : layout.starts + n_seqs] = 0
+            w[loc + 1 + s : loc + 1 + n_seqs] = t
+            w[layout.flags + s : layout.flags + n_seqs] = 0
+        w[layout.input_ids : layout.input_ids + t] = plan.input_ids
+        carry = w[layout.carry : layout.updates].view(np.uint8)
+        carry[:t] = plan.carry
+        if t < n_tokens:
+            w[layout.input_ids + t : layout.input_ids + n_tokens] = 0
+            carry[t:n_tokens] = 0
+        used = used_words(plan, layout)
+        w[layout.updates : used] = plan.updates.reshape(-1)
+        return used
+
+    def read(self, num_seqs: int) -> I32:
+        """The step's tokens ``[S]``, copied. Only after `d2h_done`."""
+        return self._tokens[:num_seqs].copy()
+
+
+class Ring:
+    """Slots used in turn."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
+        self._next = 0
+
+    def take(self) -> Slot:
+        """The slot of the next step; its previous step must have been waited for."""
+        slot = self.slots[self._next]
+        self._next = (self._next + 1) % len(self.slots)
+        return slot
+
+
+assert SAMPLE_FLAG == 1
+assert HEADER_WORDS > NUM_UPDATES

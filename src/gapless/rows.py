@@ -1,0 +1,125 @@
+"""RowTable: the host's side of the persistent rows, as arrays over all rows, so that a step costs a few numpy calls
+and no Python object per token.
+
+Touched by the loop's thread only. For a row in use, as half-open ranges of positions:
+
+    [0, prompt_len)   the prompt
+    [0, known)        tokens that the host knows; ``tokens[row, :known]`` holds them
+    [0, total)        tokens that exist, counting those that steps in flight will draw; known <= total
+    [0, computed)     positions whose key and value some launched step has written or will write; computed <= total
+    [0, limit)        where the request ends by length; total <= limit
+
+A row is ready while computed < total < limit, or while its prompt is not computed yet. Planning reads these counts and
+never a token, so it never waits for one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.plan import Feature, RowLayout, Word
+from gapless.request import MAX_STOP_TOKEN_IDS, Request
+
+I32 = npt.NDArray[np.int32]
+
+
+class RowTable:
+    """Arrays indexed by row. ``block_tables[row, :num_blocks[row]]`` are the blocks that the row owns."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        rows = layout.max_num_seqs
+        self.layout = layout
+        self.requests: list[Request | None] = [None] * rows
+        self.prompt_len = np.zeros(rows, np.int32)
+        self.known = np.zeros(rows, np.int32)
+        self.total = np.zeros(rows, np.int32)
+        self.computed = np.zeros(rows, np.int32)
+        self.limit = np.zeros(rows, np.int32)
+        self.min_end = np.zeros(rows, np.int32)
+        self.in_flight = np.zeros(rows, np.int32)  # launched steps that name the row and are not committed
+        self.num_blocks = np.zeros(rows, np.int32)
+        self.blocks_sent = np.zeros(rows, np.int32)  # [0, blocks_sent) of the table are on the device
+        self.blocks_hashed = np.zeros(rows, np.int32)  # [0, blocks_hashed) are in ``hashes`` and published
+        self.finished = np.zeros(rows, np.bool_)
+        self.streaming = np.zeros(rows, np.bool_)
+        self.features = np.zeros(rows, np.int32)
+        self.ids = np.zeros(rows, np.int64)
+        self.preemptions = np.zeros(rows, np.int32)
+        self.stop_ids = np.full((rows, MAX_STOP_TOKEN_IDS), -1, np.int32)
+        self.tokens = np.zeros((rows, layout.max_model_len), np.int32)
+        self.block_tables = np.zeros((rows, layout.max_blocks), np.int32)
+        self.hashes: list[list[bytes]] = [[] for _ in range(rows)]
+        self._free = list(range(rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request has."""
+        return len(self._free)
+
+    def assign(self, request: Request) -> int:
+        """Give a free row to ``request``."""
+        row = self._free.pop()
+        prompt = request.prompt_token_ids
+        n = len(prompt)
+        self.requests[row] = request
+        self.ids[row] = request.id
+        self.tokens[row, :n] = prompt
+        self.prompt_len[row] = self.known[row] = self.total[row] = n
+        self.limit[row] = n + request.max_tokens
+        self.min_end[row] = n + request.params.min_tokens
+        self.computed[row] = self.in_flight[row] = self.preemptions[row] = 0
+        self.num_blocks[row] = self.blocks_sent[row] = self.blocks_hashed[row] = 0
+        self.finished[row] = False
+        self.streaming[row] = request.streaming
+        self.features[row] = int(row_features(request))
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
+        self.hashes[row] = request.block_hashes
+        return row
+
+    def release(self, row: int) -> None:
+        """Take the row back. No step in flight may name it."""
+        if self.in_flight[row]:
+            raise RuntimeError(f"row {row} is released while {self.in_flight[row]} steps in flight name it")
+        self.requests[row] = None
+        self._free.append(row)
+
+    def param_updates(self, row: int) -> I32:
+        """Changes ``[n, 2]`` that bring the row's sampling parameters to the device."""
+        request = self.requests[row]
+        if request is None:
+            raise RuntimeError(f"row {row} has no request")
+        params, stops = request.params, request.stop_token_ids
+        words = np.zeros(int(Word.STOP_IDS) + len(stops), np.int32)
+        floats = words.view(np.float32)
+        floats[Word.TEMPERATURE] = params.temperature
+        words[Word.TOP_K] = max(params.top_k, 0)
+        floats[Word.TOP_P] = params.top_p
+        floats[Word.MIN_P] = params.min_p
+        words[Word.SEED_LOW : Word.SEED_HIGH + 1] = np.array([request.seed], np.uint64).view(np.int32)
+        words[Word.MIN_END] = self.min_end[row]
+        words[Word.NUM_STOP] = len(stops)
+        words[Word.STOP_IDS :] = stops
+        at = self.layout.params_at + row * int(Word.COUNT)
+        return np.stack([np.arange(at, at + len(words), dtype=np.int32), words], axis=1)
+
+    def table_updates(self, row: int) -> I32:
+        """Changes ``[n, 2]`` that bring the blocks of the row that the device does not have yet."""
+        lo, hi = int(self.blocks_sent[row]), int(self.num_blocks[row])
+        at = self.layout.block_tables_at + row * self.layout.max_blocks
+        return np.stack([np.arange(at + lo, at + hi, dtype=np.int32), self.block_tables[row, lo:hi]], axis=1)
+
+    def blocks_of(self, row: int) -> list[int]:
+        """Blocks that the row owns, in table order."""
+        blocks: list[int] = self.block_tables[row, : self.num_blocks[row]].tolist()
+        return blocks
+
+
+def row_features(request: Request) -> Feature:
+    """What the sampler must be able to do for this request, MIN_TOKENS left to the step."""
+    params = request.params
+    if params.temperature == 0:
+        return Feature.GREEDY
+    filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return Feature.SAMPLE | Feature.FILTER if filters else Feature.SAMPLE

@@ -1,0 +1,201 @@
+"""Sampling in plain torch: the definition of truth, and what the CPU uses.
+
+Every filter keeps the tokens at or above some logit, so the three of them are one threshold per row; a token is then
+drawn by inverting the cumulative weights in the order of the vocabulary. Nothing here waits for a device.
+
+Shape legend: S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapless.plan import Feature, RowLayout, Word
+from gapless.request import MAX_STOP_TOKEN_IDS
+from gapless.sampling.philox import Purpose, uniform
+
+MIN_TEMPERATURE = 1e-20
+"""Positive temperatures below it are raised to it: dividing by a denormal number is not portable."""
+
+_CHUNK = 256
+_CANDIDATES = 256
+_NEGATIVE_INFINITY = float("-inf")
+
+
+def sample(
+    logits: torch.Tensor, params_words: torch.Tensor, positions: torch.Tensor, features: Feature
+) -> torch.Tensor:
+    """Choose one token per row.
+
+    Args:
+        logits: ``[S, V]``, any float dtype.
+        params_words: int32 ``[S, Word.COUNT]``, each row's sampling parameters.
+        positions: int64 ``[S]``, the position that the new token will take.
+        features: what the rows need; a parameter whose feature is not set is not looked at.
+
+    Returns:
+        int32 ``[S]``: a token that has a positive probability, or -1 for a row that has a NaN or no finite maximum.
+    """
+    x = logits.float()
+    invalid = None
+    if features & Feature.MIN_TOKENS:
+        invalid = x.amax(-1).isnan()  # the mask below must not hide a NaN
+        x = _mask_stop_tokens(x, params_words, positions)
+    top, token = x.max(-1)
+    invalid = ~top.isfinite() if invalid is None else invalid | ~top.isfinite()
+    if features & Feature.SAMPLE:
+        temperature = _floats(params_words, Word.TEMPERATURE)
+        weights = torch.exp((x - top[:, None]).div_(temperature.clamp_min(MIN_TEMPERATURE)[:, None]))
+        if features & Feature.FILTER:
+            weights = _filter(x, weights, top, params_words)
+        u = uniform(
+            params_words[:, Word.SEED_LOW], params_words[:, Word.SEED_HIGH], positions, Purpose.SAMPLE
+        )
+        token = torch.where(temperature > 0, draw(weights, u), token)
+    return torch.where(invalid, -1, token).int()
+
+
+def sample_and_store(
+    logits: torch.Tensor,
+    arena: torch.Tensor,
+    layout: RowLayout,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    sample_flags: torch.Tensor,
+    features: Feature,
+    out_tokens: torch.Tensor,
+) -> None:
+    """The end of a step: choose tokens and write them into the output and into the token table.
+
+    Args:
+        logits: ``[S, V]``.
+        arena: int32 ``[layout.num_words]``.
+        layout: where the rows' words lie.
+        rows: int32 ``[S]``, row of each sequence.
+        positions: int64 ``[S]``, the position that the new token will take.
+        sample_flags: ``[S]``, integer or bool; where its lowest bit is 0, the sequence gets no token.
+        features: what the rows need.
+        out_tokens: int32 ``[S]``, written: the token, -1 for an invalid row, 0 where there is none.
+    """
+    words = arena[layout.params_at : layout.num_words].view(layout.num_rows, int(Word.COUNT))
+    index = rows.long()
+    token = sample(logits, words.index_select(0, index), positions, features)
+    flags = (sample_flags & 1) != 0
+    out_tokens.copy_(torch.where(flags, token, 0))
+    stored = flags & (token >= 0) & (positions >= 0) & (positions < layout.max_model_len)
+    place = index * layout.max_model_len + positions
+    place = torch.where(stored, place, layout.null_row * layout.max_model_len)
+    arena.index_put_((place,), torch.where(stored, token, 0))
+
+
+def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Invert the cumulative weights, first over chunks of the vocabulary and then within one.
+
+    Args:
+        weights: float32 ``[S, V]``, not negative, at least one of each row positive.
+        u: float64 ``[S]`` in [0, 1).
+
+    Returns:
+        int64 ``[S]``: the first token whose cumulative weight exceeds ``u`` times the sum; its weight is positive.
+    """
+    vocab = weights.shape[1]
+    whole = vocab // _CHUNK
+    sums = weights[:, : whole * _CHUNK].unflatten(1, (whole, _CHUNK)).sum(-1) if whole else weights[:, :0]
+    if vocab % _CHUNK:
+        sums = torch.cat((sums, weights[:, whole * _CHUNK :].sum(-1, keepdim=True)), 1)
+    cumulative = sums.double().cumsum(-1)
+    target = u * cumulative[:, -1]
+    chunk = (cumulative <= target[:, None]).sum(-1).clamp_max_(sums.shape[1] - 1)
+    before = (cumulative - sums).gather(1, chunk[:, None])
+    ids = chunk[:, None] * _CHUNK + torch.arange(_CHUNK, device=weights.device)
+    inside = weights.gather(1, ids.clamp_max(vocab - 1)).double().masked_fill_(ids >= vocab, 0.0)
+    positive = inside > 0
+    hit = positive & (before + inside.cumsum(-1) > target[:, None])
+    # Rounding may leave no hit in the chunk: its last positive token then.
+    last = torch.where(positive, ids, 0).amax(-1)
+    first = torch.where(hit, ids, vocab).amin(-1)
+    return torch.where(first < vocab, first, last)
+
+
+def _floats(params_words: torch.Tensor, word: Word) -> torch.Tensor:
+    return params_words[:, word].contiguous().view(torch.float32)
+
+
+def _mask_stop_tokens(x: torch.Tensor, params_words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    ids = params_words[:, Word.STOP_IDS : Word.COUNT].long()
+    place = torch.arange(MAX_STOP_TOKEN_IDS, device=x.device)
+    masked = (place < params_words[:, Word.NUM_STOP, None]) & (ids >= 0) & (ids < x.shape[1])
+    masked &= (positions < params_words[:, Word.MIN_END])[:, None]
+    value = torch.where(masked, _NEGATIVE_INFINITY, -_NEGATIVE_INFINITY)  # the minimum with +inf changes nothing
+    return x.scatter_reduce(1, torch.where(masked, ids, 0), value, "amin")
+
+
+def _filter(
+    x: torch.Tensor, weights: torch.Tensor, top: torch.Tensor, params_words: torch.Tensor
+) -> torch.Tensor:
+    """The weights with those of dropped tokens set to 0."""
+    vocab = x.shape[1]
+    top_k = params_words[:, Word.TOP_K]
+    top_p, min_p = _floats(params_words, Word.TOP_P), _floats(params_words, Word.MIN_P)
+    by_k = (top_k > 0) & (top_k < vocab)
+    by_p = top_p < 1.0
+    if not _any(by_k | by_p):
+        return torch.where(weights >= min_p[:, None], weights, 0.0)
+
+    on_cpu = x.device.type == "cpu"
+    values = ids = x[:, :0]
+    if on_cpu:
+        values, ids = x.topk(min(vocab, _CANDIDATES), -1)
+
+    count = top_k.double()
+    if on_cpu:
+        threshold = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1)[:, None])[:, 0]
+        settled = ~by_k | (top_k <= values.shape[1])
+    if not on_cpu or _any(~settled):
+        threshold = _threshold(x, torch.ones_like(x), count, top)
+    threshold = torch.where(by_k, threshold, _NEGATIVE_INFINITY)
+    kept = torch.where(x >= threshold[:, None], weights, 0.0)
+
+    target = top_p.double() * kept.sum(-1, dtype=torch.float64)
+    if on_cpu:
+        cumulative = kept.gather(1, ids).cumsum(-1, dtype=torch.float64)
+        place = (cumulative < target[:, None]).sum(-1)
+        settled = ~by_p | (place < values.shape[1])
+        threshold = values.gather(1, place.clamp_max(values.shape[1] - 1)[:, None])[:, 0]
+    if not on_cpu or _any(~settled):
+        threshold = _threshold(x, kept, target, top)
+    threshold = torch.where(by_p, threshold, _NEGATIVE_INFINITY)
+    return torch.where((x >= threshold[:, None]) & (kept >= min_p[:, None]), kept, 0.0)
+
+
+def _any(mask: torch.Tensor) -> bool:
+    """Whether work can be skipped: known for nothing on the CPU; elsewhere it is always done."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+def _threshold(
+    x: torch.Tensor, weights: torch.Tensor, target: torch.Tensor, top: torch.Tensor
+) -> torch.Tensor:
+    """The largest t such that the weights of all x >= t add up to ``target`` or more: bisection over float bits.
+
+    The integers that order like floats have 32 bits, so 32 halvings are exact.
+    """
+    low = _key(torch.full_like(top, _NEGATIVE_INFINITY))
+    high = _key(top) + 1
+    for _ in range(32):
+        middle = (low + high) >> 1
+        sums = torch.where(x >= _value(middle)[:, None], weights, 0.0).sum(-1, dtype=torch.float64)
+        reached = sums >= target
+        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
+    return _value(low)
+
+
+def _key(x: torch.Tensor) -> torch.Tensor:
+    """Floats as int64 in the same order."""
+    bits = x.contiguous().view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+
+
+def _value(key: torch.Tensor) -> torch.Tensor:
+    bits = key.int()
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)

@@ -1,0 +1,456 @@
+"""The scheduler: which tokens the next step computes, and what the tokens of a step mean for its requests.
+
+Touched by the loop's thread only; knows neither torch nor the device. `schedule` reads counts of *launched* tokens, so
+it never waits for a token. `commit` brings the tokens of the oldest step; what a finished request's later steps drew
+(its overrun) is dropped there.
+
+Policy, in this order: every running request that needs one token gets it; running prompts go on in chunks; waiting
+requests are admitted, first come first served, while rows, blocks and budget last. When blocks run out, the newest
+running request is preempted: it gives its blocks back and keeps its row, so that it resumes from the tokens that the
+device already has.
+
+Ownership: blocks go to a new owner at once (the compute stream keeps the order); a row only when no step in flight
+names it. A finish reason is set by abort, stop, length or error alike; the release follows in `_release_rows`, and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gapless.config import EngineConfig
+from gapless.errors import RequestError
+from gapless.kv.pool import ROOT, BlockPool, block_key
+from gapless.messages import Finished, StepMessage
+from gapless.plan import I32, Feature, RowLayout, StepPlan
+from gapless.request import FinishReason, Request
+from gapless.rows import RowTable
+
+NO_UPDATES = np.zeros((0, 2), np.int32)
+NO_IDS = np.zeros(0, np.int64)
+NO_TOKENS = np.zeros(0, np.int32)
+
+
+def max_updates(config: EngineConfig) -> int:
+    """Changes of the arena that one step can carry: every row may need a block, a full budget of prompt tokens its
+    blocks, and some new requests their parameters. What does not fit waits for the next step."""
+    return max(config.max_num_batched_tokens, 1024) + 2 * config.max_num_seqs
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start, but for the last three, which are of now."""
+
+    steps: int = 0
+    tokens_computed: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generated_tokens: int = 0
+    overrun_tokens: int = 0
+    preemptions: int = 0
+    requests_finished: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is put together."""
+
+    budget: int
+    updates_left: int
+    rows: list[I32] = field(default_factory=list)
+    lens: list[I32] = field(default_factory=list)
+    updates: list[I32] = field(default_factory=list)
+
+    def add(self, row: int, length: int) -> None:
+        self.rows.append(np.array([row], np.int32))
+        self.lens.append(np.array([length], np.int32))
+        self.budget -= length
+
+    def update(self, changes: I32) -> None:
+        self.updates.append(changes)
+        self.updates_left -= len(changes)
+
+
+class Scheduler:
+    """See the module.
+
+    Args:
+        config: of the engine.
+        layout: of the persistent rows.
+        num_blocks: blocks of the KV pool, the null block among them.
+    """
+
+    def __init__(self, config: EngineConfig, layout: RowLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.pool = BlockPool(num_blocks)
+        self.rows = RowTable(layout)
+        self.stats = SchedulerStats()
+        self._block_size = layout.block_size
+        self._budget = config.max_num_batched_tokens
+        self._max_updates = max_updates(config)
+        self._prefix_caching = config.enable_prefix_caching
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._row_of: dict[int, int] = {}  # running, preempted and draining requests, by id
+        self._running = np.zeros(0, np.int32)  # rows, oldest first
+        self._preempted: OrderedDict[int, None] = OrderedDict()  # rows that wait for blocks, oldest first
+        self._draining: list[int] = []  # rows of finished requests that steps in flight still name
+        self._blocked: tuple[int, int] | None = None  # the first waiting request, and the blocks it did not fit in
+        self._step = 0
+        self._finished: list[Finished] = []
+        self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_requests(self) -> bool:
+        """Some request is waiting or running."""
+        return bool(self._waiting or self._preempted or len(self._running))
+
+    def refuse_what_never_fits(self, prompt_len: int, max_tokens: int) -> None:
+        """Raise `RequestError` for a request that no empty engine could finish. May be called from any thread."""
+        length, longest = prompt_len + max_tokens, self.layout.max_model_len
+        if length > longest:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {length}; max_model_len "
+                f"is {longest}. Shorten the prompt or lower max_tokens to {max(longest - prompt_len, 0)} or less"
+            )
+        blocks = -(-length // self._block_size)
+        if blocks > self.pool.capacity:
+            raise RequestError(
+                f"prompt and output of {length} tokens need {blocks} blocks of {self._block_size}; the KV cache has "
+                f"{self.pool.capacity}. Shorten the request or raise num_kv_blocks"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `refuse_what_never_fits` accepted."""
+        self._waiting[request.id] = request
+
+    def finish(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+        """End a request from outside (abort, or a stop string). Unknown and already ended ids are ignored."""
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            self._finished.append(Finished(request_id, np.zeros(0, np.int32), reason, error=error))
+            self.stats.requests_finished += 1
+            return
+        row = self._row_of.get(request_id)
+        if row is not None and not self.rows.finished[row]:
+            self._finish_row(row, reason, error=error)
+            self._release_rows()
+
+    # ---- planning -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed before a step in flight is committed."""
+        if not self.has_requests:
+            return None
+        draft = _Draft(self._budget, self._max_updates)
+        preempted_before = self.stats.preemptions
+        self._plan_decodes(draft)
+        self._plan_running_prompts(draft)
+        if self.stats.preemptions == preempted_before:
+            self._admit(draft)
+        return self._finish_plan(draft) if draft.rows else None
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        r, running = self.rows, self._running
+        ready = running[(r.total[running] - r.computed[running] == 1) & (r.total[running] < r.limit[running])]
+        needy = ready[r.computed[ready] >= r.num_blocks[ready] * self._block_size]
+        before = self.stats.preemptions
+        for row in needy.tolist():
+            if row not in self._preempted:
+                self._grow(row, 1, draft)
+        if self.stats.preemptions > before:
+            ready = ready[np.isin(ready, self._running)]
+        if len(ready):
+            draft.rows.append(ready)
+            draft.lens.append(np.ones(len(ready), np.int32))
+            draft.budget -= len(ready)
+
+    def _plan_running_prompts(self, draft: _Draft) -> None:
+        r, running = self.rows, self._running
+        for row in running[r.total[running] - r.computed[running] > 1].tolist():
+            if draft.budget <= 0:
+                return
+            if row not in self._preempted:
+                length = min(int(r.total[row] - r.computed[row]), draft.budget)
+                if self._grow(row, length, draft):
+                    self._plan_chunk(row, length, draft)
+
+    def _plan_chunk(self, row: int, length: int, draft: _Draft) -> None:
+        draft.add(row, length)
+        self._publish(row, int(self.rows.computed[row]) + length)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Resume preempted rows, then start waiting requests, oldest first; stop at the first that does not fit."""
+        r = self.rows
+        # A preempted row whose last token is in flight already needs no more steps; commit ends it.
+        for row in [row for row in self._preempted if r.total[row] < r.limit[row]]:
+            if draft.budget <= 0 or not self._start(row, draft):
+                return
+            del self._preempted[row]
+        while draft.budget > 0:
+            if self._waiting and self.rows.num_free:
+                request_id, request = next(iter(self._waiting.items()))
+                if self._blocked == (request_id, self.pool.available):
+                    return  # it did not fit, and nothing has been freed since
+                row = self.rows.assign(request)
+                params = self.rows.param_updates(row)
+                draft.updates_left -= len(params)
+                started = self._start(row, draft)
+                draft.updates_left += len(params)
+                if not started:
+                    self.rows.release(row)
+                    self._blocked = (request_id, self.pool.available)
+                    return
+                draft.update(params)
+                del self._waiting[request_id]
+                self._row_of[request_id] = row
+                self.stats.prompt_tokens += len(request.prompt_token_ids)
+            else:
+                return
+
+    def _start(self, row: int, draft: _Draft) -> bool:
+        """Plan a row's first chunk, after what the prefix cache holds of it. False: no room, and nothing changed."""
+        r = self.rows
+        hit = self._prefix_hit(row, draft.updates_left - self._blocks_for(draft.budget) - 1)
+        start = len(hit) * self._block_size
+        length = min(int(r.total[row]) - start, draft.budget)
+        # Room for all of its tokens, not for the first chunk only: it should not be preempted before it has decoded.
+        # Hits that nobody owns now leave the pool's available blocks when they are acquired.
+        if self._blocks_for(int(r.total[row])) - len(hit) > self.pool.available - self.pool.count_idle(hit):
+            return False
+        if self._blocks_for(start + length) > draft.updates_left:
+            return False  # this step's upload is full
+        for block in hit:
+            self.pool.acquire(block)
+        r.block_tables[row, : len(hit)] = hit
+        r.num_blocks[row] = len(hit)
+        r.blocks_sent[row] = 0
+        r.blocks_hashed[row] = len(hit)
+        r.computed[row] = start
+        self.stats.prefix_hit_tokens += start
+        if not self._grow(row, length, draft, preempt=False):
+            raise RuntimeError(f"{self.pool.available} blocks are available but row {row} could not get its share")
+        place = np.searchsorted(r.ids[self._running], r.ids[row])  # a resumed row takes its old place
+        self._running = np.insert(self._running, place, row)
+        self._plan_chunk(row, length, draft)
+        return True
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _grow(self, row: int, length: int, draft: _Draft, *, preempt: bool = True) -> bool:
+        """Give ``row`` the blocks for ``length`` more positions, preempting newer rows. False if it lost its own."""
+        r = self.rows
+        missing = self._blocks_for(int(r.computed[row]) + length) - int(r.num_blocks[row])
+        if missing > 0:
+            while (blocks := self.pool.allocate(missing)) is None:
+                if not preempt:
+                    return False
+                victim = int(self._running[-1])
+                self._preempt(victim, draft)
+                if victim == row:
+                    return False
+            have = int(r.num_blocks[row])
+            r.block_tables[row, have : have + missing] = blocks
+            r.num_blocks[row] = have + missing
+        if r.blocks_sent[row] < r.num_blocks[row]:
+            draft.update(r.table_updates(row))
+            r.blocks_sent[row] = r.num_blocks[row]
+        return True
+
+    def _preempt(self, row: int, draft: _Draft) -> None:
+        """Take all blocks of ``row``; it is computed again later, from the tokens in its row on the device."""
+        r = self.rows
+        self.pool.release(r.blocks_of(row))
+        r.num_blocks[row] = r.blocks_sent[row] = r.blocks_hashed[row] = r.computed[row] = 0
+        r.preemptions[row] += 1
+        self.stats.preemptions += 1
+        self._running = self._running[self._running != row]
+        self._preempted[row] = None
+        self._preempted.move_to_end(row, last=False)
+        for i, rows in enumerate(draft.rows):  # it may have a place in this very step already
+            if row in rows:
+                keep = rows != row
+                draft.budget += int(draft.lens[i][~keep].sum())
+                draft.rows[i], draft.lens[i] = rows[keep], draft.lens[i][keep]
+
+    def _finish_plan(self, draft: _Draft) -> StepPlan | None:
+        r = self.rows
+        rows, lens = np.concatenate(draft.rows), np.concatenate(draft.lens)
+        if not len(rows):
+            return None
+        starts = r.computed[rows]
+        ends = starts + lens
+        samples = ends == r.total[rows]
+        if len(rows) == lens.sum():
+            flat_rows, positions = rows, starts
+        else:
+            flat_rows = np.repeat(rows, lens)
+            first = np.cumsum(lens) - lens
+            positions = np.arange(len(flat_rows), dtype=np.int32) + np.repeat(starts - first, lens).astype(np.int32)
+        carry = positions >= r.known[flat_rows]
+        input_ids = np.where(carry, np.int32(0), r.tokens[flat_rows, positions])
+        features = Feature(int(np.bitwise_or.reduce(r.features[rows])))
+        if (r.total[rows] < r.min_end[rows]).any():
+            features |= Feature.MIN_TOKENS
+        r.computed[rows] = ends
+        r.total[rows] += samples
+        r.in_flight[rows] += 1
+        updates = np.concatenate(draft.updates) if draft.updates else NO_UPDATES
+        if len(updates) > self._max_updates:
+            raise RuntimeError(f"step {self._step} has {len(updates)} updates; a slot holds {self._max_updates}")
+        plan = StepPlan(self._step, rows, starts, lens, samples, input_ids, carry, updates, features)
+        self._step += 1
+        self.stats.steps += 1
+        self.stats.tokens_computed += len(input_ids)
+        return plan
+
+    # ---- prefix cache ---------------------------------------------------------------------------------------------
+
+    def _prefix_hit(self, row: int, most: int) -> list[int]:
+        """Published blocks that hold the row's known tokens from position 0; at least one token stays to compute."""
+        if not self._prefix_caching:
+            return []
+        r, size = self.rows, self._block_size
+        hit: list[int] = []
+        count = min((int(r.known[row]) - 1) // size, most)
+        for i in range(count):
+            block = self.pool.lookup(self._hash(row, i), r.tokens[row, i * size : (i + 1) * size])
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def _hash(self, row: int, i: int) -> bytes:
+        """Key of the row's block ``i``; all of its tokens must be known."""
+        hashes, size = self.rows.hashes[row], self._block_size
+        while len(hashes) <= i:
+            j = len(hashes)
+            hashes.append(block_key(hashes[-1] if j else ROOT, self.rows.tokens[row, j * size : (j + 1) * size]))
+        return hashes[i]
+
+    def _publish(self, row: int, computed: int) -> None:
+        """Publish the row's full blocks whose tokens are known and whose positions lie below ``computed``.
+
+        Called when a chunk is planned: later work on the compute stream is ordered after it, so another request may
+        read the block from this step on. Called at commit for blocks with generated tokens.
+        """
+        if not self._prefix_caching:
+            return
+        r, size = self.rows, self._block_size
+        full = min(computed, int(r.known[row])) // size
+        for i in range(int(r.blocks_hashed[row]), full):
+            self.pool.publish(int(r.block_tables[row, i]), self._hash(row, i), r.tokens[row, i * size : (i + 1) * size])
+        r.blocks_hashed[row] = max(full, int(r.blocks_hashed[row]))
+
+    # ---- results --------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, tokens: I32) -> None:
+        """Take the tokens ``[S]`` of the oldest step. -1 marks a row whose logits were not finite."""
+        r = self.rows
+        r.in_flight[plan.rows] -= 1
+        drew = plan.samples & ~r.finished[plan.rows]
+        rows, drawn = plan.rows[drew], tokens[drew]
+        self.stats.overrun_tokens += int(plan.samples.sum()) - len(rows)
+        bad = drawn < 0
+        at = (plan.starts + plan.query_lens)[drew]
+        r.tokens[rows, at] = drawn
+        r.known[rows] = at + 1
+        stop = (drawn[:, None] == r.stop_ids[rows]).any(axis=1) & ~bad
+        ended = bad | stop | (r.known[rows] == r.limit[rows])
+        good = ~bad
+        self.stats.generated_tokens += int(good.sum())
+        self._tell(rows[good], drawn[good])
+        if self._prefix_caching:
+            for row in rows[(r.known[rows] // self._block_size > r.blocks_hashed[rows]) & good].tolist():
+                self._publish(row, int(r.computed[row]))
+        for i in np.flatnonzero(ended).tolist():
+            row = int(rows[i])
+            if bad[i]:
+                r.known[row] -= 1
+                self._finish_row(row, FinishReason.ERROR, error="the logits of this request are not finite (NaN)")
+            elif stop[i]:
+                self._finish_row(row, FinishReason.STOP, stop_token=int(drawn[i]))
+            else:
+                self._finish_row(row, FinishReason.LENGTH)
+        self._release_rows()
+
+    def _tell(self, rows: I32, drawn: I32) -> None:
+        streaming = self.rows.streaming[rows]
+        self._stream_ids, self._stream_tokens = self.rows.ids[rows[streaming]], drawn[streaming]
+
+    def message(self) -> StepMessage | None:
+        """What happened since the last call, or None when nothing is to be told."""
+        if not len(self._stream_ids) and not self._finished:
+            return None
+        message = StepMessage(self._stream_ids, self._stream_tokens, tuple(self._finished), time.monotonic())
+        self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
+        self._finished = []
+        return message
+
+    def _finish_row(
+        self, row: int, reason: FinishReason, *, stop_token: int | None = None, error: str | None = None
+    ) -> None:
+        r = self.rows
+        blocks = r.blocks_of(row)
+        if reason is FinishReason.ERROR:
+            for block in blocks:
+                self.pool.unpublish(block)
+        self.pool.release(blocks)
+        r.num_blocks[row] = 0
+        r.finished[row] = True
+        new = r.tokens[row, r.prompt_len[row] : r.known[row]].copy()
+        self._finished.append(Finished(int(r.ids[row]), new, reason, stop_token, error, int(r.preemptions[row])))
+        self.stats.requests_finished += 1
+        self._running = self._running[self._running != row]
+        self._preempted.pop(row, None)
+        self._draining.append(row)
+
+    def _release_rows(self) -> None:
+        """The one place where rows come back: finished, and no step in flight names them."""
+        waiting = []
+        for row in self._draining:
+            if self.rows.in_flight[row]:
+                waiting.append(row)
+            else:
+                del self._row_of[int(self.rows.ids[row])]
+                self.rows.release(row)
+        self._draining = waiting
+
+    # ---- looking in -----------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> SchedulerStats:
+        """The counters, with the gauges of now."""
+        stats = self.stats
+        stats.running = len(self._running)
+        stats.waiting = len(self._waiting) + len(self._preempted)
+        stats.blocks_used = self.pool.capacity - self.pool.available
+        return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix. Running rows keep their blocks."""
+        self.pool.unpublish_all()
+
+    def check(self) -> None:
+        """Integrity of blocks and rows; for tests and debug runs.
+
+        Raises:
+            RuntimeError: blocks or rows do not add up.
+        """
+        r = self.rows
+        used = [row for row, request in enumerate(r.requests) if request is not None]
+        self.pool.check([block for row in used for block in r.blocks_of(row)])
+        named = sorted([*self._running.tolist(), *self._preempted, *self._draining])
+        if named != used or sorted(self._row_of.values()) != used:
+            raise RuntimeError(f"rows in use {used}, but running, preempted and draining rows are {named}")
+        for row in used:
+            if not r.computed[row] <= r.total[row] <= r.limit[row] or r.known[row] > r.total[row]:
+                raise RuntimeError(f"row {row}: counts out of order")

@@ -1,0 +1,178 @@
+"""A registered request and the growing text and ids of its completions.
+
+Only the output thread touches a `Completion`. Tokens [0, ``count``) were received; ``token_ids`` holds all
+of them, in delta mode those not handed over yet, and ``parts`` the text of those, short of what is held
+back because it may be part of a character or of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.errors import RequestError
+from gapless.messages import Finished
+from gapless.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from gapless.text.detokenizer import Detokenizer, create_detokenizer, decode_whole
+from gapless.text.stop import StopMatcher
+
+OutputMode = Literal["final", "stream", "delta"]
+
+
+def _ignore(error: BaseException) -> None:
+    """The default `RequestGroup.on_error`."""
+
+
+class Completion:
+    """One of the ``n`` sequences of a group."""
+
+    __slots__ = (
+        "count",
+        "detokenizer",
+        "group",
+        "id",
+        "index",
+        "matcher",
+        "parts",
+        "reason",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(self, group: RequestGroup, index: int, id: int) -> None:
+        self.group = group
+        self.index = index
+        self.id = id
+        self.count = 0
+        self.token_ids: list[int] = []
+        self.parts: list[str] = []
+        self.reason: str | None = None
+        self.stop_reason: int | str | None = None
+        stop, params = group.params.stop_strings, group.params
+        self.matcher = StopMatcher(stop, params.min_tokens) if stop else None
+        self.detokenizer: Detokenizer | None = None
+        if group.tokenizer is not None and group.needs_tokens:
+            self.detokenizer = create_detokenizer(
+                group.tokenizer, group.prompt_tail, skip_special_tokens=params.skip_special_tokens
+            )
+
+    def append(self, token: int, *, has_text: bool = True) -> None:
+        """Takes the next token; sets ``reason`` if it completes a stop string."""
+        self.token_ids.append(token)
+        self.count += 1
+        if has_text and self.detokenizer is not None:
+            self._add_text(self.detokenizer.push(token), self.count)
+
+    def finish(self, end: Finished) -> None:
+        """Takes the engine's final word, unless a stop string comes before it."""
+        stopped = end.stop_token is not None
+        for token in end.token_ids[self.count :].tolist():  # those that were not streamed
+            self.append(token, has_text=not (stopped and self.count + 1 == len(end.token_ids)))
+            if self.reason is not None:
+                return
+        params = self.group.params
+        if self.detokenizer is not None:
+            # A character or byte run that ends only now may complete a stop string: it ends before the stop
+            # token.
+            self._add_text(self.detokenizer.finish(), self.count - stopped)
+            if self.reason is not None:
+                if stopped:
+                    self.token_ids.pop()
+                    self.count -= 1
+                return
+            if self.matcher is not None:
+                self.parts.append(self.matcher.finish())
+        elif self.group.tokenizer is not None:
+            self.parts.append(
+                decode_whole(
+                    self.group.tokenizer,
+                    self.token_ids[: self.count - stopped],
+                    self.group.prompt_tail,
+                    skip_special_tokens=params.skip_special_tokens,
+                )
+            )
+        self.reason = end.reason.value
+        if end.reason is FinishReason.ERROR:
+            self.stop_reason = end.error
+        elif end.stop_token in params.stop_token_ids:
+            self.stop_reason = end.stop_token
+
+    def _add_text(self, text: str, num_tokens: int) -> None:
+        if self.matcher is not None:
+            text = self.matcher.push(text, num_tokens)
+            if self.matcher.matched is not None:
+                self.reason, self.stop_reason = FinishReason.STOP.value, self.matcher.matched
+        if text:
+            self.parts.append(text)
+
+    def output(self) -> CompletionOutput:
+        """What to hand over now: everything so far, or in delta mode what is new."""
+        text = "".join(self.parts)
+        ids = self.token_ids
+        if self.group.mode == "delta":
+            self.parts, self.token_ids = [], []
+        else:
+            self.parts = [text]
+            if self.reason is None:
+                ids = ids.copy()
+        return CompletionOutput(self.index, text, ids, self.reason, self.stop_reason)
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """One request of a user: a prompt and its ``n`` completions.
+
+    Attributes:
+        request_id: the user's label, only handed back; it need not be unique.
+        ids: `gapless.request.Request.id` of each completion, ``params.n`` of them.
+        tokenizer: None leaves ``text`` empty; stop strings are refused then.
+        mode: "final", one output at the end. "stream", an output per step message, each with all text and
+            ids so far: cumulative means that each is copied, O(length) per token. "delta", an output per
+            step message with the completions that got something, new text and ids only: constant per token.
+        on_output: called on the output thread. If it raises, the request is ended and `on_error` gets the
+            exception.
+        on_error: called once, on the thread that found the error, if the request cannot be finished.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: npt.NDArray[np.int32]
+    params: SamplingParams
+    ids: Sequence[int]
+    on_output: Callable[[RequestOutput], None]
+    on_error: Callable[[BaseException], None] = _ignore
+    tokenizer: Any = None
+    arrival_time: float = 0.0
+    mode: OutputMode = "final"
+    # State, owned by OutputProcessor.
+    completions: list[Completion] = field(default_factory=list, init=False, repr=False)
+    prompt_list: list[int] | None = field(default=None, init=False, repr=False)
+    metrics: RequestMetrics = field(init=False, repr=False)
+    silent: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("final", "stream", "delta"):
+            raise ValueError(f"mode={self.mode!r} is not allowed: 'final', 'stream' or 'delta'")
+        if len(self.ids) != self.params.n:
+            raise ValueError(f"{len(self.ids)} ids for n={self.params.n} completions")
+        if self.params.stop_strings and self.tokenizer is None:
+            raise RequestError(
+                f"stop={list(self.params.stop_strings)!r} needs a tokenizer and there is none: "
+                "give the engine one, or use stop_token_ids"
+            )
+        self.metrics = RequestMetrics(self.arrival_time)
+
+    @property
+    def prompt_tail(self) -> list[int]:
+        """The last tokens of the prompt: all that a detokenizer looks at."""
+        tail: list[int] = self.prompt_token_ids[-4:].tolist()
+        return tail
+
+    @property
+    def needs_tokens(self) -> bool:
+        """What `gapless.request.Request.streaming` must be: whether each token is needed as it comes."""
+        return self.mode != "final" or bool(self.params.stop_strings)
