@@ -54,17 +54,15 @@ class HashModel:
         positions: torch.Tensor,
         context: AttentionContext,
         logits_index: torch.Tensor,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         for cache in context.kv_caches:
             flat = cache.view(2, -1, 2)
             flat[0, context.slot_mapping, 0] = input_ids.float()
             flat[0, context.slot_mapping, 1] = positions.float()
             flat[1, context.slot_mapping, 0] = positions.float()
             flat[1, context.slot_mapping, 1] = input_ids.float()
-        out = torch.zeros(len(logits_index), self.vocab_size)
         for s, (row, length) in enumerate(zip(context.rows.tolist(), context.seq_lens.tolist(), strict=True)):
-            if length == 0:
-                continue
             at = torch.arange(length)
             blocks = context.block_tables[row, at // context.block_size].long()
             where = blocks * context.block_size + at % context.block_size
@@ -73,4 +71,3 @@ class HashModel:
             assert tokens == words[1, :, 1].tolist()
             assert places == words[1, :, 0].tolist()
             out[s] = self.logits(sequence_hash(tokens, places))
-        return out

@@ -1,8 +1,9 @@
 """The Triton kernels against a brute-force oracle.
 
-Without a GPU the whole file runs once more in a child process whose Triton interprets the kernels on the CPU (the
-choice is made when the kernels are defined, so it cannot be made in a process that may have imported them already).
-On a GPU the cases run natively, and larger ones with them; bfloat16 only there, since the interpreter's ``dot`` has none.
+Without a GPU the whole file runs once more in a child process whose Triton interprets the kernels on the CPU
+(the choice is made when the kernels are defined, so it cannot be made in a process that may have imported
+them already). On a GPU the cases run natively, and larger ones with them; bfloat16 only there, since the
+interpreter's ``dot`` has none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the int
 @pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
 def test_all_cases_in_the_interpreter() -> None:
     env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     print(done.stdout[-6000:], done.stderr[-2000:])
     assert done.returncode == 0, done.stdout[-3000:]
@@ -39,7 +40,8 @@ def test_all_cases_in_the_interpreter() -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """``sequences``: (query tokens, tokens cached before them); ``padding``: extra padding sequences, tokens."""
+    """``sequences``: (query tokens, tokens cached before them); ``padding``: extra padding sequences,
+    tokens."""
 
     sequences: tuple[tuple[int, int], ...]
     hq: int = 4
@@ -55,7 +57,8 @@ class Shape:
 
 
 class Case:
-    """Random tensors of one step. What must not be read holds NaN; block numbers past a row's end are wild."""
+    """Random tensors of one step. What must not be read holds NaN; block numbers past a row's end are
+    wild."""
 
     def __init__(self, shape: Shape, seed: int, device: str = DEVICE) -> None:
         print(f"seed={seed} {shape}")
@@ -102,7 +105,7 @@ class Case:
         self.q = q.unflatten(-1, (shape.hq, shape.d))
         self.k, self.v = k.unflatten(-1, (shape.hk, shape.d)), v.unflatten(-1, (shape.hk, shape.d))
         starts = torch.tensor([0, *q_lens]).cumsum(0)
-        self.q_lens, self.lens, self.rows, self.tokens, self.real_tokens = q_lens, lens, rows, tokens, sum(q_lens)
+        self.q_lens, self.lens, self.rows, self.real_tokens = q_lens, lens, rows, sum(q_lens)
         self.context = AttentionContext(
             kv_caches=[self.cache],
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
@@ -130,7 +133,8 @@ class Case:
             for own in range(n - q_len, n):
                 low = 0 if shape.window is None else max(0, own + 1 - shape.window)
                 pos = torch.arange(low, own + 1, device=self.q.device)
-                place = self.context.block_tables[row].long()[pos // shape.block] * shape.block + pos % shape.block
+                table = self.context.block_tables[row].long()
+                place = table[pos // shape.block] * shape.block + pos % shape.block
                 keys = flat[0, place].float().repeat_interleave(group, 1)
                 values = flat[1, place].float().repeat_interleave(group, 1)
                 score = torch.einsum("hd,phd->hp", self.q[t].float(), keys) * params.scale
@@ -223,7 +227,8 @@ def test_mixed(shape: Shape, last: bool) -> None:
     from gapless.attention.triton_prefill import PrefillConfig
 
     case = Case(shape, seed=4)
-    case.check(decode_config=small_decode(last_arriver_merges=last), prefill_config=PrefillConfig(16, 16, 4, 1))
+    small = PrefillConfig(16, 16, 4, 1)
+    case.check(decode_config=small_decode(last_arriver_merges=last), prefill_config=small)
 
 
 @runs_kernels
@@ -240,7 +245,8 @@ def test_random_cases() -> None:
     rng = random.Random(6)
     for seed in range(100, 112 if GPU else 104):
         decode_only = rng.random() < 0.4
-        q_lens = [1 if decode_only or rng.random() < 0.4 else rng.randrange(2, 30) for _ in range(rng.randrange(1, 5))]
+        count = rng.randrange(1, 5)
+        q_lens = [1 if decode_only or rng.random() < 0.4 else rng.randrange(2, 30) for _ in range(count)]
         hk, pads = rng.choice([1, 2, 3]), rng.randrange(3)
         shape = Shape(
             tuple((n, rng.randrange(70)) for n in q_lens),
@@ -260,7 +266,15 @@ def test_random_cases() -> None:
 
 
 LARGE = [
-    Shape(((1, 3000), (1, 17), (1, 511), (1, 0)) * 4, hq=32, hk=8, d=128, block=16, padding=(3, 3), decode_only=True),
+    Shape(
+        ((1, 3000), (1, 17), (1, 511), (1, 0)) * 4,
+        hq=32,
+        hk=8,
+        d=128,
+        block=16,
+        padding=(3, 3),
+        decode_only=True,
+    ),
     Shape(((1, 3000), (700, 0), (1, 64), (300, 900), (3, 5)), hq=32, hk=8, d=128, block=16, padding=(2, 70)),
     Shape(((1, 900), (130, 40), (5, 300)), hq=8, hk=4, d=256, block=16, window=128, softcap=50.0),
     Shape(((1, 900), (130, 40), (5, 300)), hq=64, hk=8, d=64, block=16, window=128, sinks=True),

@@ -30,8 +30,8 @@ from gapless.attention.context import AttentionContext, AttentionParams
 SHORT_QUERY = 4
 """Sequences with at most this many new tokens are read in place, token by token; longer ones are gathered once."""
 
-GROUP_COST = 3000
-"""Padded score elements that cost as much as one more group of rows (about 30 us of launches)."""
+GROUP_COST = 40000
+"""Padded score elements that cost as much as one more group of rows. Padding is cheap: it reads a cached line again."""
 
 MAX_SCORES = 1 << 24
 """Score elements that the explicit softmax of a long sequence holds at a time (64 MiB in fp32)."""

@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Paged attention on the GPU: write the step's keys and values to the cache, then attend.
 
-Everything may be captured in a CUDA graph: sizes are read on the device, grids depend on the shapes T, S and those of
-the weights only, nothing waits for the device. ``context.scratch`` must be empty at the start of each forward.
+Everything may be captured in a CUDA graph: sizes are read on the device, grids depend on the shapes T, S and
+those of the weights only, nothing waits for the device. ``context.scratch`` must be empty at the start of
+each forward.
 
-A step with ``decode_only`` runs the decode kernel alone. Every other step runs both: decode rows would each occupy one
-prefill program for their whole context, so the decode kernel splits them, and the prefill kernel takes the rest.
+A step with ``decode_only`` runs the decode kernel alone. Every other step runs both: decode rows would each
+occupy one prefill program for their whole context, so the decode kernel splits them, and the prefill kernel
+takes the rest.
 
-Outputs of padding tokens are zero, or (with ``max_query_len``) unspecified but finite.
+Outputs of padding tokens are zero.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.attention.triton_decode import DecodeConfig, decode
 from gapless.attention.triton_prefill import PrefillConfig, prefill
 
-# Query tokens x heads of a group that the decode kernel still does well: 9 tokens of a group of 4, or 4 of 16.
+# Query tokens x heads of a group that the decode kernel still does well: 9 tokens with a group of 4, say.
 MAX_DECODE_ROWS = 64
 
 
 @triton.jit
 def _write_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_token, k_head, v_token, v_head, kv_block, kv_token, kv_head,
-    HK: tl.constexpr, D: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_token, k_head, v_token, v_head, kv_block, kv_token,
+    kv_head, HK: tl.constexpr, D: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + t)
@@ -43,14 +45,15 @@ def _write_kernel(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store ``k`` and ``v`` ``[T, HK, D]`` (any token and head stride) at the flat places ``slot_mapping`` ``[T]``."""
+    """Store ``k`` and ``v`` ``[T, HK, D]`` (any token and head stride) at the flat places ``slot_mapping``
+    ``[T]``."""
     tokens, hk, d = k.shape
     keys = kv_cache[0]
     width = triton.next_power_of_2(hk * d)
     _write_kernel[(tokens,)](
-        k, v, keys, kv_cache[1], slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0),
-        keys.stride(1), keys.stride(2), HK=hk, D=d, B=keys.shape[1], W=width,
-        num_warps=min(8, max(1, width * k.element_size() // 512)),
+        k, v, keys, kv_cache[1], slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), HK=hk, D=d, B=keys.shape[1], W=width, num_warps=min(8,
+        max(1, width * k.element_size() // 512)),
     )  # fmt: skip
 
 
@@ -68,8 +71,8 @@ def attend_cached(
     """Attend from ``q`` ``[T, HQ, D]`` to the cache, which holds this step's keys and values already.
 
     Args:
-        out: contiguous ``[T, HQ, D]``; made here if missing.
-        max_query_len: if given, what the caller knows of all q_len of this step and of every replay: with few tokens
+        out: contiguous ``[T, HQ, D]``; made here if missing. max_query_len: if given, what the caller knows
+        of all q_len of this step and of every replay: with few tokens
             a sequence (drafts to verify) the prefill kernel is not launched.
     """
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
@@ -98,6 +101,7 @@ def attend(
     context: AttentionContext,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """Write ``k`` and ``v`` ``[T, HK, D]`` to the cache, then attend from ``q`` ``[T, HQ, D]`` -> ``[T, HQ, D]``."""
+    """Write ``k`` and ``v`` ``[T, HK, D]`` to the cache, then attend from ``q`` ``[T, HQ, D]`` -> ``[T, HQ,
+    D]``."""
     write_kv(k, v, kv_cache, context.slot_mapping)
     return attend_cached(q, kv_cache, context, params)

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Split-KV attention for sequences with few query tokens: the decode rows of a step, and drafts to verify.
 
-Three kernels. The *plan* kernel runs once per step, not once per layer: from the lengths it deals the cached tokens
-of all sequences out to about equal work items. The *decode* kernel gives one program to each (item, KV head); all
-query heads of the group, and all query tokens, share one ``tl.dot``. A sequence that fits in one item is finished
-there. The others are merged either by the program that arrives last, or by a *merge* kernel.
+Three kernels. The *plan* kernel runs once per step, not once per layer: from the lengths it deals the cached
+tokens of all sequences out to about equal work items. The *decode* kernel gives one program to each (item, KV
+head); all query heads of the group, and all query tokens, share one ``tl.dot``. A sequence that fits in one
+item is finished there. The others are merged either by the program that arrives last, or by a *merge* kernel.
 
-The plan is made on the device since a graph holds the launches: the grid is a bound that depends on shapes only,
-programs without an item leave at once, and a short context gets few and wide splits whatever the bound is.
+The plan is made on the device since a graph holds the launches: the grid is a bound that depends on shapes
+only, programs without an item leave at once, and a short context gets few and wide splits whatever the bound
+is.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import triton.language as tl
 
 from gapless.attention.context import AttentionContext, AttentionParams
 
-# Fields of a work item, one 32-byte sector: row, lo, hi (cache positions, half-open), first query token, number of
-# query tokens, sequence length, first item of the sequence, number of items of the sequence.
+# Fields of a work item, one 32-byte sector: row, lo, hi (cache positions, half-open), first query token,
+# number of query tokens, sequence length, first item of the sequence, number of items of the sequence.
 FIELDS = tl.constexpr(8)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """``programs`` per multiprocessor is what the plan aims at; no item is shorter than ``min_split`` tokens."""
+    """``programs`` per multiprocessor is what the plan aims at; ``min_split`` tokens is its narrowest split."""
 
     block_n: int = 64
     warps: int = 4
@@ -55,19 +56,23 @@ CONFIGS: dict[tuple[int, int, int], DecodeConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """``items`` ``[W, 8]``; ``first`` ``[S + 1]``: a sequence's first item if it has several, else -1, and at the end
-    the number of items; ``counters`` ``[W * HK]``: arrivals, zero between layers."""
+    """What one step's layers share.
+
+    Attributes:
+        items: ``[W, 8]``, see ``FIELDS``.
+        first: ``[S + 1]``, a sequence's first item if it has several, else -1; at the end the number of items.
+        counters: ``[W * HK]``, arrivals at a sequence's first item; zero between layers.
+    """
 
     items: torch.Tensor
     first: torch.Tensor
     counters: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["S", "X", "NC"])
+@triton.jit(do_not_specialize=["S", "X", "NC", "MIN_SPLIT"])
 def _plan_kernel(
-    qsl_ptr, lens_ptr, rows_ptr, items_ptr, first_ptr, counters_ptr, S, X, NC,
-    SP: tl.constexpr, WINDOW: tl.constexpr, QMAX: tl.constexpr, BN: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    FILL: tl.constexpr,
+    qsl_ptr, lens_ptr, rows_ptr, items_ptr, first_ptr, counters_ptr, S, X, NC, MIN_SPLIT,
+    SP: tl.constexpr, WINDOW: tl.constexpr, QMAX: tl.constexpr, BN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, SP)
     real = s < S
@@ -86,7 +91,7 @@ def _plan_kernel(
     n = tl.cdiv(work, per)
     # As many items as `per` asks for, but equally wide; none of them comes out empty, since width <= per.
     width = tl.cdiv(tl.cdiv(work, tl.maximum(n, 1)), BN) * BN
-    if FILL:  # decode only: one empty item for each padding token, whose output then is zero instead of old memory
+    if FILL:  # decode only: an empty item for each padding token makes its output zero instead of old memory
         pad = real & (q_len <= 0)
         start = tl.where(pad, tl.load(qsl_ptr + S) + tl.cumsum(pad.to(tl.int32), 0) - 1, start)
         q_len = tl.where(pad, 1, q_len)
@@ -97,7 +102,7 @@ def _plan_kernel(
     first = tl.cumsum(n, 0) - n
     tl.store(first_ptr + s, tl.where(n > 1, first, -1), mask=real)
     tl.store(first_ptr + S, tl.sum(n, 0))
-    for j in range(0, tl.max(n, 0)):
+    for j in range(tl.max(n, 0)):
         item = items_ptr + (first + j) * FIELDS
         mask = j < n
         item_lo = lo + j * width
@@ -137,7 +142,8 @@ def _merge(part_ptr, lse_ptr, out_ptr, sinks_ptr, head, first, n, tok, q_len, r,
            CHUNK: tl.constexpr):  # fmt: skip
     """Add up the ``n`` partial results of the rows ``r``, ``CHUNK`` at a time.
 
-    The loads bypass the first-level cache, which is not coherent: other programs may just have written the data.
+    The loads bypass the first-level cache, which is not coherent: other programs may just have written the
+    data.
     """
     d = tl.arange(0, DP)
     c = tl.arange(0, CHUNK)
@@ -150,7 +156,8 @@ def _merge(part_ptr, lse_ptr, out_ptr, sinks_ptr, head, first, n, tok, q_len, r,
         valid = (split < n)[:, None] & (r < q_len * G)[None, :]
         lse = tl.load(lse_ptr + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
         mask = valid[:, :, None] & (d < D)[None, None, :]
-        x = tl.load(part_ptr + place[:, :, None] * D + d[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        part = part_ptr + place[:, :, None] * D + d[None, None, :]
+        x = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
         top = tl.maximum(m, tl.max(lse, 0))
         safe = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(lse - safe[None, :])
@@ -196,8 +203,8 @@ def _decode_kernel(
     m = tl.full((MP,), float("-inf"), tl.float32)
     lsum = tl.zeros((MP,), tl.float32)
     acc = tl.zeros((MP, DP), tl.float32)
-    # The block numbers are fetched one iteration ahead: else every K and V load would wait for a load, and the
-    # software pipeline would spend its stages on that.
+    # The block numbers are fetched one iteration ahead: else every K and V load would wait for a load, and
+    # the software pipeline would spend its stages on that.
     table_ptr += row.to(tl.int64) * table_row
     block = tl.load(table_ptr + (lo + j) // B, mask=lo + j < hi, other=0)
     for begin in range(lo, hi, BN):
@@ -242,8 +249,8 @@ def _decode_kernel(
         tl.store(part, acc / lsum[:, None], mask=mask[:, None] & (d < D)[None, :])
         tl.store(lse_ptr + place, tl.where(some, m + tl.log2(lsum), float("-inf")), mask=mask)
         if LAST:
-            # All threads' stores, then one thread's release; its acquire, then all threads' loads (the broadcast
-            # of its result has a barrier). The counter goes back to zero for the next layer.
+            # All threads' stores, then one thread's release; its acquire, then all threads' loads (the
+            # broadcast of its result has a barrier). The counter goes back to zero for the next layer.
             tl.debug_barrier()
             counter = counters_ptr + first * HK + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == n - 1:
@@ -255,8 +262,8 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_kernel(
-    items_ptr, first_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
-    ROWS: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    items_ptr, first_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr, ROWS: tl.constexpr,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) // ROWS
     r = tl.program_id(0) % ROWS + tl.arange(0, 1)
@@ -289,7 +296,8 @@ def decode_config(device: torch.device, head_size: int, dtype: torch.dtype) -> D
 def _get_plan(
     context: AttentionContext, params: AttentionParams, hk: int, qmax: int, cfg: DecodeConfig
 ) -> DecodePlan:
-    """The step's plan: computed by the first layer that needs one of its kind, then reused through the scratch."""
+    """The step's plan: computed by the first layer that needs one of its kind, then reused through the
+    scratch."""
     window = params.window or 0
     device = context.seq_lens.device
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -305,9 +313,9 @@ def _get_plan(
     counters = torch.empty(w * hk, dtype=torch.int32, device=device)
     sp = max(64, triton.next_power_of_2(s))
     _plan_kernel[(1,)](
-        context.query_start_loc, context.seq_lens, context.rows, items, first, counters, s, extra, counters.numel(),
-        SP=sp, WINDOW=window, QMAX=qmax, BN=cfg.block_n, MIN_SPLIT=cfg.min_split, FILL=context.decode_only,
-        num_warps=4,
+        context.query_start_loc, context.seq_lens, context.rows, items, first, counters,
+        s, extra, counters.numel(), cfg.min_split,
+        SP=sp, WINDOW=window, QMAX=qmax, BN=cfg.block_n, FILL=context.decode_only, num_warps=4,
     )  # fmt: skip
     plan = DecodePlan(items, first, counters)
     context.scratch[key] = plan
@@ -323,7 +331,8 @@ def decode(
     max_query_len: int = 1,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Fill the rows of ``out`` whose sequences have 1 to ``max_query_len`` query tokens; leave the others alone.
+    """Fill the rows of ``out`` whose sequences have 1 to ``max_query_len`` query tokens; leave the others
+    alone.
 
     If ``context.decode_only``, the outputs of padding tokens become zero.
     """
@@ -342,12 +351,12 @@ def decode(
     softcap = params.softcap or 0.0
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _decode_kernel[(hk, w)](
-        q, keys, kv_cache[1], context.block_tables, plan.items, plan.first[-1:], plan.counters, part, lse, out,
-        params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
-        keys.stride(2), context.block_tables.stride(0),
-        HK=hk, G=g, D=d, DP=dp, B=b, QMAX=max_query_len, MP=max(16, rb), RB=rb, CHUNK=max(1, min(16, 8192 // (rb * dp))),
-        BN=cfg.block_n, WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=cfg.last_arriver_merges,
-        num_warps=cfg.warps, num_stages=cfg.stages,
+        q, keys, kv_cache[1], context.block_tables, plan.items, plan.first[-1:], plan.counters, part, lse,
+        out, params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
+        keys.stride(1), keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=dp, B=b,
+        QMAX=max_query_len, MP=max(16, rb), RB=rb, CHUNK=max(1, min(16, 4096 // (rb * dp))), BN=cfg.block_n,
+        WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=cfg.last_arriver_merges, num_warps=cfg.warps,
+        num_stages=cfg.stages,
     )  # fmt: skip
     if not cfg.last_arriver_merges:
         _merge_kernel[(hk * rows, plan.first.shape[0] - 1)](

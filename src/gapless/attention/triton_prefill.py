@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Ragged attention for sequences with many query tokens: prompts and chunks of prompts, in front of any cached prefix.
+"""Ragged attention for sequences with many query tokens: prompts, or chunks of prompts.
 
-A program's tile holds the query tokens x query heads of one KV head, ``BM`` rows in all, so that each key and value
-is fetched once for the whole group, and the triangle that causality cuts out of a tile stays narrow. The grid is a
-bound that depends on shapes only; a program finds its sequence on the device, and leaves at once if it has none.
+A program's tile holds the query tokens x query heads of one KV head, ``BM`` rows in all, so that each key and
+value is fetched once for the whole group, and the triangle that causality cuts out of a tile stays narrow.
+The grid is a bound that depends on shapes only; a program finds its sequence on the device, and leaves at
+once if it has none.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ CONFIGS: dict[tuple[int, int, int], PrefillConfig] = {
 
 @triton.jit
 def _attend_range(
-    acc, m, lsum, q, k_ptr, v_ptr, table_ptr, begin, end, hi, limit, head_off, scale, softcap, kv_block, kv_token,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    acc, m, lsum, q, k_ptr, v_ptr, table_ptr, begin, end, hi, limit, head_off, scale, softcap, kv_block,
+    kv_token, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the positions [begin, end). Unless MASKED, every row sees them all."""
@@ -101,12 +102,13 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    # The tiles at a sequence's end have the longest context: they start first, so that no long one starts last.
+    # The tiles at a sequence's end have the longest context: they start first, so that no long one starts
+    # last.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
 
-    # Sequence s owns the tiles from query_start_loc[s] // TOK + s on: never too few, at most one too many. One load
-    # and a count find it, which is quicker than the dependent loads of a binary search. Number S, past the last
-    # sequence, owns the padding tokens.
+    # Sequence s owns the tiles from query_start_loc[s] // TOK + s on: never too few, at most one too many.
+    # One load and a count find it, which is quicker than the dependent loads of a binary search. Number S,
+    # past the last sequence, owns the padding tokens.
     s = tl.arange(0, SP)
     starts = tl.load(qsl_ptr + s, mask=s <= S, other=0)
     seq = tl.sum(((s <= S) & (starts // TOK + s <= tile)).to(tl.int32), 0) - 1
@@ -148,8 +150,8 @@ def _prefill_kernel(
     else:
         middle = (lowest + 1) // BN * BN
         acc, m, lsum = _attend_range(
-            acc, m, lsum, q, k_ptr, v_ptr, table_ptr, 0, middle, hi, limit, head_off, scale, softcap, kv_block,
-            kv_token, D, DP, B, BN, WINDOW, SOFTCAP, False,
+            acc, m, lsum, q, k_ptr, v_ptr, table_ptr, 0, middle, hi, limit, head_off, scale, softcap,
+            kv_block, kv_token, D, DP, B, BN, WINDOW, SOFTCAP, False,
         )  # fmt: skip
         lo = middle
     acc, m, lsum = _attend_range(
@@ -183,7 +185,7 @@ def prefill(
     min_query_len: int = 1,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Fill the rows of ``out`` whose sequences have at least ``min_query_len`` query tokens; zero the padding's."""
+    """Fill the rows of sequences with at least ``min_query_len`` query tokens; zero those of padding tokens."""
     total, hq, d = q.shape
     _, _, b, hk, _ = kv_cache.shape
     g = hq // hk
@@ -195,10 +197,10 @@ def prefill(
     softcap = params.softcap or 0.0
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _prefill_kernel[(hk, total // tok + s + 1)](
-        q, keys, kv_cache[1], context.block_tables, context.query_start_loc, context.seq_lens, context.rows, out,
-        params.sinks, s, total, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
+        q, keys, kv_cache[1], context.block_tables, context.query_start_loc, context.seq_lens, context.rows,
+        out, params.sinks, s, total, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
         keys.stride(1), keys.stride(2), context.block_tables.stride(0),
-        SP=max(64, triton.next_power_of_2(s + 1)), HK=hk, G=g, D=d, DP=max(16, triton.next_power_of_2(d)), B=b,
-        TOK=tok, BM=bm, BN=cfg.block_n, MIN_QUERY=min_query_len, WINDOW=params.window or 0, SOFTCAP=bool(softcap),
-        num_warps=cfg.warps, num_stages=cfg.stages,
+        SP=max(64, triton.next_power_of_2(s + 1)), HK=hk, G=g, D=d, DP=max(16, triton.next_power_of_2(d)),
+        B=b, TOK=tok, BM=bm, BN=cfg.block_n, MIN_QUERY=min_query_len, WINDOW=params.window or 0,
+        SOFTCAP=bool(softcap), num_warps=cfg.warps, num_stages=cfg.stages,
     )  # fmt: skip

@@ -87,7 +87,6 @@ class Device(Protocol):
     compute: Stream
     d2h: Stream
     copies: CopyCounts
-    supports_graphs: bool
 
     def event(self, *, timing: bool = False) -> Event:
         """A fresh event, not recorded."""

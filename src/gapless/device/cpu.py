@@ -111,8 +111,6 @@ class CpuDevice:
         debug: poison what a piece of work does not declare.
     """
 
-    supports_graphs = False
-
     def __init__(self, *, delays: int | None = None, max_delay: float = 0.002, debug: bool = False) -> None:
         self.torch_device = torch.device("cpu")
         self.copies = CopyCounts()

@@ -37,7 +37,8 @@ class CausalModel(Protocol):
         positions: torch.Tensor,
         context: AttentionContext,
         logits_index: torch.Tensor,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         """Logits of chosen tokens; keys and values of all tokens are written to the cache on the way.
 
         Args:
@@ -45,8 +46,7 @@ class CausalModel(Protocol):
             positions: int64 ``[T]``.
             context: the step.
             logits_index: int64 ``[S]``, which of the T tokens get logits.
-
-        Returns:
-            ``[S, vocab_size]`` in the model's dtype or fp32.
+            out: ``[S, vocab_size]`` in the model's dtype, where the logits go. It outlives the call, as whatever is
+                allocated inside a captured graph does not.
         """
         ...

@@ -16,7 +16,6 @@ from gapless.plan import StepPlan
 
 HEADER_WORDS = 16
 NUM_TOKENS, NUM_SEQS, NUM_UPDATES = 0, 1, 2  # words of the header
-SAMPLE_FLAG = 1  # bit of a sequence's flags
 ALIGN = 4  # words; every part starts on 16 bytes
 
 
@@ -65,7 +64,7 @@ class StepInputs:
     rows: torch.Tensor  # int32 [S]
     starts: torch.Tensor  # int32 [S]
     query_start_loc: torch.Tensor  # int32 [S + 1]
-    flags: torch.Tensor  # int32 [S]
+    flags: torch.Tensor  # int32 [S], 1 where the sequence draws a token
     input_ids: torch.Tensor  # int32 [T]
     carry: torch.Tensor  # uint8 [T]
     updates: torch.Tensor  # int32 [U, 2], U is what the slot can hold at most

@@ -23,7 +23,7 @@ from gapless.attention.context import AttentionContext
 from gapless.device.base import Access, Device, Event
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
-from gapless.pipeline.layout import SAMPLE_FLAG, SlotLayout, slot_layout, step_inputs
+from gapless.pipeline.layout import SlotLayout, slot_layout, step_inputs
 from gapless.pipeline.prepare import StepIndices, arena_views
 from gapless.pipeline.shapes import Shapes
 from gapless.pipeline.slot import Ring, Slot
@@ -199,7 +199,7 @@ class Runner:
                 block_size=self.layout.block_size,
                 decode_only=decode_only,
             )
-            logits.copy_(self.model.forward(indices.input_ids, indices.positions, context, indices.logits_index))
+            self.model.forward(indices.input_ids, indices.positions, context, indices.logits_index, logits)
 
         return work
 
@@ -210,7 +210,7 @@ class Runner:
 
         def work() -> None:
             self._kernels.sample(
-                logits, self._arena.words, self.layout, step.rows, positions, step.flags & SAMPLE_FLAG, features, out
+                logits, self._arena.words, self.layout, step.rows, positions, step.flags, features, out
             )
 
         return work

@@ -17,11 +17,9 @@ import torch
 
 from gapless.device.base import Device
 from gapless.pipeline.layout import (
-    HEADER_WORDS,
     NUM_SEQS,
     NUM_TOKENS,
     NUM_UPDATES,
-    SAMPLE_FLAG,
     SlotLayout,
     slot_words,
     used_words,
@@ -55,7 +53,7 @@ class Slot:
         loc = layout.query_start_loc
         w[loc] = 0
         np.cumsum(plan.query_lens, out=w[loc + 1 : loc + 1 + s])
-        w[layout.flags : layout.flags + s] = plan.samples  # SAMPLE_FLAG is 1
+        w[layout.flags : layout.flags + s] = plan.samples
         if s < n_seqs:
             w[layout.rows + s : layout.rows + n_seqs] = null_row
             w[layout.starts + s : layout.starts + n_seqs] = 0
@@ -89,6 +87,3 @@ class Ring:
         self._next = (self._next + 1) % len(self.slots)
         return slot
 
-
-assert SAMPLE_FLAG == 1
-assert HEADER_WORDS > NUM_UPDATES

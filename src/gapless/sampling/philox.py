@@ -51,7 +51,11 @@ def philox(
 
 
 def uniform(
-    seed_low: torch.Tensor, seed_high: torch.Tensor, positions: torch.Tensor, purpose: Purpose, sample: int = 0
+    seed_low: torch.Tensor,
+    seed_high: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    sample: int = 0,
 ) -> torch.Tensor:
     """One number in [0, 1) for each row: float64 with 32 random bits, never rounded up to 1.
 

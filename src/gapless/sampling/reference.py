@@ -126,7 +126,9 @@ def _mask_stop_tokens(x: torch.Tensor, params_words: torch.Tensor, positions: to
     place = torch.arange(MAX_STOP_TOKEN_IDS, device=x.device)
     masked = (place < params_words[:, Word.NUM_STOP, None]) & (ids >= 0) & (ids < x.shape[1])
     masked &= (positions < params_words[:, Word.MIN_END])[:, None]
-    value = torch.where(masked, _NEGATIVE_INFINITY, -_NEGATIVE_INFINITY)  # the minimum with +inf changes nothing
+    value = torch.where(
+        masked, _NEGATIVE_INFINITY, -_NEGATIVE_INFINITY
+    )  # the minimum with +inf changes nothing
     return x.scatter_reduce(1, torch.where(masked, ids, 0), value, "amin")
 
 

@@ -62,7 +62,7 @@ def check_token_ids(ids: object, vocab_size: int, name: str = "prompt_token_ids"
         try:
             ids = ids.detach().cpu().numpy()
         except TypeError as error:  # a type that NumPy lacks, such as bfloat16
-            raise RequestError(f"{name} is a tensor of {ids.dtype}, not allowed: integers are") from error
+            raise RequestError(f"{name} is a tensor of a type that is not allowed: integers are") from error
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1:
             raise RequestError(f"{name} has shape {ids.shape}, not allowed: one dimension is")

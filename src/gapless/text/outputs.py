@@ -29,6 +29,9 @@ __all__ = ["OutputMode", "OutputProcessor", "RequestGroup", "accumulate"]
 
 logger = logging.getLogger(__name__)
 
+_LAST = -1
+"""Instead of the count of open completions: the last output is on its way, so `fail` comes too late."""
+
 
 class OutputProcessor:
     """Turns step messages into outputs.
@@ -42,7 +45,7 @@ class OutputProcessor:
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._completions: dict[int, Completion] = {}
-        self._open: dict[RequestGroup, int] = {}  # completions still open; 0 while the last output is made
+        self._open: dict[RequestGroup, int] = {}  # completions still open, or _LAST
         self._failure: BaseException | None = None
 
     @property
@@ -82,8 +85,9 @@ class OutputProcessor:
         """The engine died: each open group's `on_error` gets ``error``, and `add` refuses from now on."""
         with self._lock:
             self._failure = self._failure or error
-            groups = list(self._open)
-            self._open.clear()
+            groups = [group for group, left in self._open.items() if left != _LAST]
+            for group in groups:
+                del self._open[group]
             self._completions.clear()
         for group in groups:
             self._report(group, error)
@@ -140,7 +144,9 @@ class OutputProcessor:
             left = self._open.get(group)
             if left is None:  # failed meanwhile
                 return
-            if left and (group.silent or group.mode == "final"):
+            if left == 0:
+                self._open[group] = _LAST
+            elif group.silent or group.mode == "final":
                 return
         if left == 0:
             group.metrics.finished_time = time
