@@ -66,7 +66,9 @@ def make_request(
 class SteppedEngine(Engine):
     """The real loop, run by the caller; arrivals and aborts happen at given steps instead of at given times."""
 
-    def __init__(self, jobs: list[Job], scheduler: Scheduler, runner: Runner, depth: int, check: bool) -> None:
+    def __init__(
+        self, jobs: list[Job], scheduler: Scheduler, runner: Runner, depth: int, check: bool
+    ) -> None:
         self.outcome = Outcome()
         super().__init__(scheduler, runner, depth, self._take, lambda error: None, check=check)
         self._jobs = sorted(jobs, key=lambda job: job.at_step)
@@ -153,7 +155,13 @@ def run_jobs(
 
 
 def random_jobs(
-    rng: random.Random, vocab_size: int, *, eos: int, count: int | None = None, aborts: bool = False, longest: int = 60
+    rng: random.Random,
+    vocab_size: int,
+    *,
+    eos: int,
+    count: int | None = None,
+    aborts: bool = False,
+    longest: int = 60,
 ) -> list[Job]:
     """Random lengths, arrivals, stops, shared prefixes and sampling parameters."""
     shared = [rng.randrange(2, vocab_size) for _ in range(40)]

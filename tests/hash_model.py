@@ -27,7 +27,9 @@ def sequence_hash(tokens: list[int], positions: list[int] | None = None) -> int:
 class HashModel:
     """See `gapless.model.base.CausalModel`. With ``peaked`` the logits are one-hot, else random by the hash."""
 
-    def __init__(self, vocab_size: int = 61, *, peaked: bool = True, max_position: int = 512, layers: int = 1) -> None:
+    def __init__(
+        self, vocab_size: int = 61, *, peaked: bool = True, max_position: int = 512, layers: int = 1
+    ) -> None:
         self.name = "hash"
         self.kv_specs = tuple(KVSpec(1, 2, 2, "float32") for _ in range(layers))
         self.vocab_size = vocab_size

@@ -31,7 +31,9 @@ def make_step(
     needed = [-(-length // block) for _, length in lengths]
     free = list(range(1, sum(needed) + 5))
     rng.shuffle(free)
-    tables = torch.randint(-(2**31), 2**31 - 1, (num_rows + 1, blocks_per_row), dtype=torch.int64).int()  # stale
+    tables = torch.randint(
+        -(2**31), 2**31 - 1, (num_rows + 1, blocks_per_row), dtype=torch.int64
+    ).int()  # stale
     rows = rng.sample(range(num_rows), len(lengths))
     cache = torch.full((2, sum(needed) + 5, block, kv_heads, size), STALE, dtype=dtype)
     starts, slots = [0], []
@@ -40,7 +42,9 @@ def make_step(
         tables[row, :count] = torch.tensor(table, dtype=torch.int32)
         places = [table[p // block] * block + p % block for p in range(length)]
         for place in places[: length - new]:
-            cache[:, place // block, place % block] = torch.randn(2, kv_heads, size, generator=generator).to(dtype)
+            cache[:, place // block, place % block] = torch.randn(2, kv_heads, size, generator=generator).to(
+                dtype
+            )
         slots += places[length - new :]
         starts.append(starts[-1] + new)
     total = starts[-1] + pad_tokens
@@ -56,7 +60,8 @@ def make_step(
         decode_only=all(new == 1 for new, _ in lengths) and not pad_tokens,
     )
     q, k, v = (
-        torch.randn(total, count, size, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
+        torch.randn(total, count, size, generator=generator).to(dtype)
+        for count in (heads, kv_heads, kv_heads)
     )
     return q, k, v, cache, context
 
@@ -101,7 +106,14 @@ def test_random_steps_equal_brute(case: int) -> None:
     print(f"seed={seed} lengths={lengths} kv_heads={kv_heads} group={group} pads={pads} params={params}")
     block = rng.choice([1, 4, 8, 16])
     step = make_step(
-        rng, lengths, heads=kv_heads * group, kv_heads=kv_heads, size=8, block=block, pad_sequences=pads[0], pad_tokens=pads[1]
+        rng,
+        lengths,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        size=8,
+        block=block,
+        pad_sequences=pads[0],
+        pad_tokens=pads[1],
     )
     check(*step, params, 1e-10)
 
@@ -111,7 +123,13 @@ def test_random_steps_equal_brute(case: int) -> None:
 def test_dtypes(dtype: torch.dtype, sinks: bool) -> None:
     """Half precision has no sparse kernels and takes the gathering form."""
     step = make_step(
-        random.Random(7), [(1, 30), (1, 9), (12, 20), (3, 3)], heads=6, kv_heads=2, size=16, block=8, dtype=dtype
+        random.Random(7),
+        [(1, 30), (1, 9), (12, 20), (3, 3)],
+        heads=6,
+        kv_heads=2,
+        size=16,
+        block=8,
+        dtype=dtype,
     )
     params = AttentionParams(scale=0.25, sinks=torch.ones(6, dtype=dtype) if sinks else None)
     check(*step, params, 2e-5 if dtype == torch.float32 else 3e-2)
@@ -151,7 +169,9 @@ def test_only_padding() -> None:
     context.query_start_loc.zero_()
     context.seq_lens.zero_()
     before = cache.clone()
-    assert torch.equal(reference.attend(q, k, v, cache, context, AttentionParams(scale=1.0)), torch.zeros_like(q))
+    assert torch.equal(
+        reference.attend(q, k, v, cache, context, AttentionParams(scale=1.0)), torch.zeros_like(q)
+    )
     assert torch.equal(cache, before)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_tokenizers import byte_level
 
 from gapless.errors import RequestError
 from gapless.text.chat import check_token_ids, encode_chat, encode_prompt
+from text_tokenizers import byte_level
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad role') }}{% endif %}"

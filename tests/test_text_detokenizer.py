@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tokenizers import byte_level, llama_like, slow_bytes, unigram, word_piece
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
@@ -25,6 +24,7 @@ from gapless.text.detokenizer import (
 )
 from gapless.text.token_table import _ALPHABET, Recipe
 from gapless.text.windowed import MAX_PENDING_TOKENS, WindowedDetokenizer
+from text_tokenizers import byte_level, llama_like, slow_bytes, unigram, word_piece
 
 FAST = [byte_level, llama_like, unigram]
 Make = Callable[[], Any]
@@ -78,7 +78,7 @@ def test_text_comes_back_in_whole_characters(make: Make, text: str) -> None:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_ids_add_up_to_the_whole(make: Make, skip: bool, data: st.DataObject) -> None:
-    """Random ids: invalid bytes, special and unknown tokens, incomplete ends. Runs stay short of the bound."""
+    """Random ids: invalid bytes, special and unknown tokens, incomplete ends; runs below the bound."""
     tokenizer = make()
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 2), max_size=MAX_HELD_BYTES - 1))
     assert "".join(pieces(tokenizer, ids, skip=skip)) == whole(tokenizer, ids, skip)

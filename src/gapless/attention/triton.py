@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Paged attention on the GPU: write the step's keys and values to the cache, then attend.
 
-Everything may be captured in a CUDA graph: sizes are read on the device, grids depend on the shapes T, S and
-those of the weights only, nothing waits for the device. ``context.scratch`` must be empty at the start of
-each forward.
+Everything may be captured in a CUDA graph: sizes are read on the device, grids depend on shapes only, and
+nothing waits for the device. ``context.scratch`` must be empty at the start of each forward, or the kernels
+would follow the plan of an older step.
 
 A step with ``decode_only`` runs the decode kernel alone. Every other step runs both: decode rows would each
 occupy one prefill program for their whole context, so the decode kernel splits them, and the prefill kernel

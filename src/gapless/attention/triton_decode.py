@@ -30,7 +30,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """``programs`` per multiprocessor is what the plan aims at; ``min_split`` tokens is its narrowest split."""
+    """``programs`` per multiprocessor is what the plan aims at, ``min_split`` tokens its narrowest split."""
 
     block_n: int = 64
     warps: int = 4
@@ -60,7 +60,7 @@ class DecodePlan:
 
     Attributes:
         items: ``[W, 8]``, see ``FIELDS``.
-        first: ``[S + 1]``, a sequence's first item if it has several, else -1; at the end the number of items.
+        first: ``[1 + S]``, the number of items; then the first item of a sequence with several, else -1.
         counters: ``[W * HK]``, arrivals at a sequence's first item; zero between layers.
     """
 
@@ -100,8 +100,8 @@ def _plan_kernel(
         n = tl.where(pad, 1, n)
 
     first = tl.cumsum(n, 0) - n
-    tl.store(first_ptr + s, tl.where(n > 1, first, -1), mask=real)
-    tl.store(first_ptr + S, tl.sum(n, 0))
+    tl.store(first_ptr, tl.sum(n, 0))
+    tl.store(first_ptr + 1 + s, tl.where(n > 1, first, -1), mask=real)
     for j in range(tl.max(n, 0)):
         item = items_ptr + (first + j) * FIELDS
         mask = j < n
@@ -168,9 +168,9 @@ def _merge(part_ptr, lse_ptr, out_ptr, sinks_ptr, head, first, n, tok, q_len, r,
     _finish(acc, m, lsum, r, head, tok, q_len, out_ptr, sinks_ptr, HK * G, G, D, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, count_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
     scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, QMAX: tl.constexpr,
     MP: tl.constexpr, RB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
@@ -188,7 +188,7 @@ def _decode_kernel(
     seq_len = tl.load(item + 5)
     first = tl.load(item + 6)
     n = tl.load(item + 7)
-    if i >= tl.load(count_ptr):
+    if i >= tl.load(first_ptr):
         return
 
     r = tl.arange(0, MP)
@@ -267,7 +267,7 @@ def _merge_kernel(
 ):  # fmt: skip
     head = tl.program_id(0) // ROWS
     r = tl.program_id(0) % ROWS + tl.arange(0, 1)
-    first = tl.load(first_ptr + tl.program_id(1))
+    first = tl.load(first_ptr + 1 + tl.program_id(1))
     if first < 0:
         return
     item = items_ptr + first * FIELDS
@@ -309,7 +309,7 @@ def _get_plan(
     extra = max(1, -(-cfg.programs * device_facts(device)[1] // hk))
     w = s + extra
     items = torch.empty((w, FIELDS.value), dtype=torch.int32, device=device)
-    first = torch.empty(s + 1, dtype=torch.int32, device=device)
+    first = torch.empty(1 + s, dtype=torch.int32, device=device)
     counters = torch.empty(w * hk, dtype=torch.int32, device=device)
     sp = max(64, triton.next_power_of_2(s))
     _plan_kernel[(1,)](
@@ -351,7 +351,7 @@ def decode(
     softcap = params.softcap or 0.0
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _decode_kernel[(hk, w)](
-        q, keys, kv_cache[1], context.block_tables, plan.items, plan.first[-1:], plan.counters, part, lse,
+        q, keys, kv_cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse,
         out, params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
         keys.stride(1), keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=dp, B=b,
         QMAX=max_query_len, MP=max(16, rb), RB=rb, CHUNK=max(1, min(16, 4096 // (rb * dp))), BN=cfg.block_n,

@@ -93,7 +93,7 @@ def _attend_range(
     return acc, m, lsum
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(do_not_specialize=["S", "T", "table_row"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, qsl_ptr, lens_ptr, rows_ptr, out_ptr, sinks_ptr,
     S, T, scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row,
@@ -185,7 +185,7 @@ def prefill(
     min_query_len: int = 1,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Fill the rows of sequences with at least ``min_query_len`` query tokens; zero those of padding tokens."""
+    """Fill the rows of sequences with ``min_query_len`` query tokens or more; zero those of padding."""
     total, hq, d = q.shape
     _, _, b, hk, _ = kv_cache.shape
     g = hq // hk

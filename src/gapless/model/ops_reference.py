@@ -1,7 +1,7 @@
 """The fused operations of a decoder layer in plain torch: what each of them means, rounding included.
 
-Results are rounded to the input's dtype wherever the modules of ``transformers`` round, so that replacing those
-modules changes nothing but the order of sums.
+Results are rounded to the input's dtype wherever the modules of ``transformers`` round, so that replacing
+them changes nothing but the order of sums.
 
 Shape legend: T tokens, H hidden size, F width of the MLP, HQ and HK query and KV heads, D head size, R rotary
 dimensions (R <= D), N blocks of B tokens.
@@ -19,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = F
         x: ``[..., H]``.
         weight: ``[H]``.
         eps: added to the mean square.
-        offset: the weight is stored minus one and multiplied in fp32 (Gemma); else the normed value is rounded first.
+        offset: the weight is stored minus one and multiplied in fp32 (Gemma); else the norm is rounded first.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -56,7 +56,7 @@ def rope_qk_norm_kv_write(
     eps: float = 1e-6,
     offset: bool = False,
 ) -> torch.Tensor:
-    """From the merged projection to the query: split, norm q and k per head, rotate, store k and v in the cache.
+    """From the merged projection to the query: split, norm q and k, rotate, store k and v in the cache.
 
     Args:
         qkv: ``[T, (HQ + 2 HK) D]``, queries, then keys, then values.

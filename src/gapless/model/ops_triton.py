@@ -1,8 +1,10 @@
-"""The operations of ``ops_reference`` as Triton kernels, one launch each, with the same signatures and rounding.
+"""The operations of ``ops_reference`` as Triton kernels, one launch each: the same signatures and rounding.
 
-They are small: a decode step has a few hundred of them, each bound by latency, so every kernel loads all it needs
-before the first use and nothing is computed on the host but sizes. All of them can be captured in a graph.
+A decode step has a few hundred of them, each bound by latency, so every kernel loads all that it needs
+before the first use. All of them can be captured in a graph.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _HEADS = 8
 
 
 @triton.jit
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -44,7 +46,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_kernel(x_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -56,7 +58,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def _rope_kernel(  # type: ignore[no-untyped-def]
+def _rope_kernel(
     qkv_ptr,
     positions_ptr,
     cos_ptr,
@@ -162,14 +164,14 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _either(is_q, q_ptr, k_ptr, column, size):  # type: ignore[no-untyped-def]
+def _either(is_q, q_ptr, k_ptr, column, size):
     q = tl.load(q_ptr + column, mask=is_q & (column < size), other=0.0)
     k = tl.load(k_ptr + column, mask=(is_q == 0) & (column < size), other=0.0)
     return tl.where(is_q, q, k)
 
 
 @triton.jit
-def _scaled(x, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled(x, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
     if OFFSET:
         return (x * (1.0 + weight.to(tl.float32))).to(dtype)
     return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
@@ -247,9 +249,10 @@ def rope_qk_norm_kv_write(
     Only the first half of a table's columns is read. Either both q and k are normed, or neither is.
     """
     tokens, size, half = qkv.shape[0], kv_cache.shape[4], cos.shape[1] // 2
-    assert qkv.stride(1) == 1 and kv_cache.stride(4) == 1 and cos.stride(1) == 1 and sin.stride(1) == 1
+    assert all(tensor.stride(-1) == 1 for tensor in (qkv, kv_cache, cos, sin))
     assert (q_norm_weight is None) == (k_norm_weight is None)
-    assert cos.dtype == sin.dtype and cos.dtype in (qkv.dtype, torch.float32)
+    assert cos.dtype == sin.dtype
+    assert cos.dtype in (qkv.dtype, torch.float32)
     out = torch.empty((tokens, num_heads, size), dtype=qkv.dtype, device=qkv.device)
     heads = min(_HEADS, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     parts = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)

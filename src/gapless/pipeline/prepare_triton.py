@@ -1,7 +1,9 @@
 """The start of a step as two Triton kernels; see `gapless.pipeline.prepare`, whose results these equal.
 
-All true sizes are read on the device, so that a graph holds the launches for any step of the same padded sizes.
+All true sizes are read on the device, so that a graph holds the launches for any step of its padded sizes.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _MAX_PROGRAMS = 128
 
 
 @triton.jit
-def _apply_updates_kernel(header_ptr, updates_ptr, arena_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _apply_updates_kernel(header_ptr, updates_ptr, arena_ptr, BLOCK: tl.constexpr):
     count = tl.load(header_ptr + _NUM_UPDATES)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -31,7 +33,7 @@ def _apply_updates_kernel(header_ptr, updates_ptr, arena_ptr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _prepare_kernel(  # type: ignore[no-untyped-def]
+def _prepare_kernel(
     header_ptr,
     rows_ptr,
     starts_ptr,

@@ -13,9 +13,10 @@ the compute stream only; the runner owns these tensors and hands their addresses
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from gapless.attention.context import AttentionContext
 from gapless.device.base import Access, Device, Event
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
-from gapless.pipeline.layout import SlotLayout, slot_layout, step_inputs
+from gapless.pipeline.layout import slot_layout, step_inputs
 from gapless.pipeline.prepare import StepIndices, arena_views
 from gapless.pipeline.shapes import Shapes
 from gapless.pipeline.slot import Ring, Slot
@@ -55,6 +56,23 @@ class StepResult:
     tokens: I32
     busy_ms: float  # first to last work of the step on the compute stream
     idle_ms: float  # from the end of the step before to the start of this one; 0 for the first
+
+
+class Key(NamedTuple):
+    """Everything that a captured graph bakes in, but for the slot. Sizes are padded; a sample's T is its S."""
+
+    half: str
+    num_tokens: int
+    num_seqs: int
+    decode_only: bool
+    features: Feature = Feature.GREEDY
+
+
+FEATURES = [
+    draw | mask
+    for draw in (Feature.GREEDY, Feature.SAMPLE, Feature.SAMPLE | Feature.FILTER)
+    for mask in (Feature.GREEDY, Feature.MIN_TOKENS)
+]
 
 
 class Runner:
@@ -112,7 +130,7 @@ class Runner:
         self._sample_access = [
             Access((slot.device, *state, slot.out), (self._arena.words, slot.out)) for slot in self._ring.slots
         ]
-        self._captured: dict[tuple[object, ...], Callable[[], None]] = {}
+        self._captured: dict[tuple[int, Key], Callable[[], None]] = {}
         # One more than slots: the end of the step before is still needed when a step has been waited for.
         self._watches = [Stopwatch(device.event(timing=True), device.event(timing=True)) for _ in range(depth + 1)]
         self._last: Stopwatch | None = None
@@ -123,8 +141,8 @@ class Runner:
         """Enqueue a step. Never blocks."""
         device, slot = self.device, self._ring.take()
         watch = self._watches[plan.step % len(self._watches)]
-        shape = self._shapes.pad(plan)
-        layout = slot_layout(*shape)
+        t, s = self._shapes.pad(plan)
+        layout = slot_layout(t, s)
         with device.host_access():
             used = slot.fill(plan, layout, self.layout.null_row)
 
@@ -133,9 +151,9 @@ class Runner:
 
         slot.h2d_done.wait(device.compute)
         watch.start.record(device.compute)
-        forward = self._work("forward", slot, layout, plan.decode_only, Feature.GREEDY)
+        forward = self._work(Key("forward", t, s, plan.decode_only), slot)
         device.launch(forward, self._forward_access[slot.index], "forward")
-        sample = self._work("sample", slot, layout, False, plan.features)
+        sample = self._work(Key("sample", s, s, False, plan.features), slot)
         device.launch(sample, self._sample_access[slot.index], "sample")
         watch.end.record(device.compute)
         slot.compute_done.record(device.compute)
@@ -157,6 +175,34 @@ class Runner:
         idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
         return StepResult(step.plan, tokens, busy, max(idle, 0.0))
 
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def keys(self) -> list[Key]:
+        """Everything that a step can ask for: forwards by shape, samples by width and features. Largest first, so
+        that later captures find their memory in the pool."""
+        shapes = self._shapes
+        widest = shapes.seq_buckets[-1]
+        forwards = [Key("forward", t, widest, False) for t in shapes.token_buckets]
+        forwards += [Key("forward", s, s, True) for s in shapes.seq_buckets]
+        samples = [Key("sample", s, s, False, f) for s in shapes.seq_buckets for f in FEATURES]
+        return sorted(forwards + samples, key=lambda key: -key.num_tokens)
+
+    def capture(self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter) -> None:
+        """Run each key once, so that every kernel is compiled, and capture it for each slot.
+
+        The slots hold zeros, that is a step of no tokens: all of it is padding.
+        """
+        with self.device.thread_context():
+            for key in progress(keys):
+                for slot in self._ring.slots:
+                    work = self._build(key, slot)
+                    if slot.index == 0:
+                        work()
+                        self.device.synchronize()
+                    if self._shapes.capture:
+                        self._captured[slot.index, key] = self.device.capture(work)
+            self.device.synchronize()
+
     def thread_context(self) -> AbstractContextManager[None]:
         """Entered by the loop's thread."""
         return self.device.thread_context()
@@ -168,21 +214,14 @@ class Runner:
 
     # ---- what is enqueued -----------------------------------------------------------------------------------------
 
-    def _work(
-        self, half: str, slot: Slot, layout: SlotLayout, decode_only: bool, features: Feature
-    ) -> Callable[[], None]:
-        key = (half, slot.index, layout.num_tokens, layout.num_seqs, decode_only, features)
-        if (replay := self._captured.get(key)) is not None:
-            return replay
-        if half == "forward":
-            work = self._forward(slot, layout, decode_only)
-        else:
-            work = self._sample(slot, layout, features)
-        if self._shapes.capture:
-            work = self._captured[key] = self.device.capture(work)
-        return work
+    def _work(self, key: Key, slot: Slot) -> Callable[[], None]:
+        return self._captured.get((slot.index, key)) or self._build(key, slot)
 
-    def _forward(self, slot: Slot, layout: SlotLayout, decode_only: bool) -> Callable[[], None]:
+    def _build(self, key: Key, slot: Slot) -> Callable[[], None]:
+        return self._forward(key, slot) if key.half == "forward" else self._sample(key, slot)
+
+    def _forward(self, key: Key, slot: Slot) -> Callable[[], None]:
+        layout = slot_layout(key.num_tokens, key.num_seqs)
         step = step_inputs(slot.device, layout)
         indices = self._indices.cut(layout.num_tokens, layout.num_seqs)
         logits = self._logits[: layout.num_seqs]
@@ -197,20 +236,21 @@ class Runner:
                 rows=step.rows,
                 block_tables=self._arena.block_tables,
                 block_size=self.layout.block_size,
-                decode_only=decode_only,
+                decode_only=key.decode_only,
             )
             self.model.forward(indices.input_ids, indices.positions, context, indices.logits_index, logits)
 
         return work
 
-    def _sample(self, slot: Slot, layout: SlotLayout, features: Feature) -> Callable[[], None]:
-        step = step_inputs(slot.device, layout)
-        positions = self._indices.sample_positions[: layout.num_seqs]
-        logits, out = self._logits[: layout.num_seqs], slot.out[: layout.num_seqs]
+    def _sample(self, key: Key, slot: Slot) -> Callable[[], None]:
+        # Rows and flags lie before the tokens in the slot, at places that depend on the number of sequences alone.
+        step = step_inputs(slot.device, slot_layout(key.num_seqs, key.num_seqs))
+        positions = self._indices.sample_positions[: key.num_seqs]
+        logits, out = self._logits[: key.num_seqs], slot.out[: key.num_seqs]
 
         def work() -> None:
             self._kernels.sample(
-                logits, self._arena.words, self.layout, step.rows, positions, step.flags, features, out
+                logits, self._arena.words, self.layout, step.rows, positions, step.flags, key.features, out
             )
 
         return work

@@ -40,3 +40,10 @@ class Shapes:
 
 
 EXACT = Shapes()
+
+
+def graph_shapes(max_num_seqs: int, max_num_tokens: int, *, capture: bool = True) -> Shapes:
+    """Buckets for a GPU: fine where decode batches live, a third apart for mixed steps."""
+    seqs = [s for s in (1, 2, 4, 8, *range(16, 257, 16), *range(288, 8193, 32)) if s < max_num_seqs]
+    tokens = [t for k in range(5, 18) for t in (2**k, 3 * 2 ** (k - 1)) if t < max_num_tokens]
+    return Shapes(capture, (*seqs, max_num_seqs), (*tokens, max_num_tokens))

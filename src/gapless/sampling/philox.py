@@ -1,7 +1,7 @@
-"""Philox4x32-10 in torch integer operations: random numbers that are a function of their key and of nothing else.
+"""Philox4x32-10 in torch integer operations: random numbers that depend on their key and on nothing else.
 
-A number is keyed by (seed, position, purpose, sample); there is no counter to keep, so a draw is the same whatever the
-batch, the step or the device. The words equal those of ``triton.language.philox`` bit for bit.
+A number is keyed by (seed, position, purpose, sample); there is no counter to keep, so a draw is the same
+whatever the batch, the step or the device. The words equal those of ``triton.language.philox`` bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sampling in plain torch: the definition of truth, and what the CPU uses.
 
-Every filter keeps the tokens at or above some logit, so the three of them are one threshold per row; a token is then
-drawn by inverting the cumulative weights in the order of the vocabulary. Nothing here waits for a device.
+Every filter keeps the tokens at or above some logit, so the three of them are one threshold per row; a
+token is then drawn by inverting the cumulative weights in the order of the vocabulary. Nothing here waits
+for a device.
 
 Shape legend: S rows, V vocabulary.
 """
@@ -34,7 +35,7 @@ def sample(
         features: what the rows need; a parameter whose feature is not set is not looked at.
 
     Returns:
-        int32 ``[S]``: a token that has a positive probability, or -1 for a row that has a NaN or no finite maximum.
+        int32 ``[S]``: a token of positive probability, or -1 for a row with a NaN or without finite maximum.
     """
     x = logits.float()
     invalid = None
@@ -96,11 +97,11 @@ def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         u: float64 ``[S]`` in [0, 1).
 
     Returns:
-        int64 ``[S]``: the first token whose cumulative weight exceeds ``u`` times the sum; its weight is positive.
+        int64 ``[S]``: the first token whose cumulative weight exceeds ``u`` times the sum; it has a weight.
     """
     vocab = weights.shape[1]
     whole = vocab // _CHUNK
-    sums = weights[:, : whole * _CHUNK].unflatten(1, (whole, _CHUNK)).sum(-1) if whole else weights[:, :0]
+    sums = weights[:, : whole * _CHUNK].view(-1, whole, _CHUNK).sum(-1) if whole else weights[:, :0]
     if vocab % _CHUNK:
         sums = torch.cat((sums, weights[:, whole * _CHUNK :].sum(-1, keepdim=True)), 1)
     cumulative = sums.double().cumsum(-1)
@@ -126,9 +127,7 @@ def _mask_stop_tokens(x: torch.Tensor, params_words: torch.Tensor, positions: to
     place = torch.arange(MAX_STOP_TOKEN_IDS, device=x.device)
     masked = (place < params_words[:, Word.NUM_STOP, None]) & (ids >= 0) & (ids < x.shape[1])
     masked &= (positions < params_words[:, Word.MIN_END])[:, None]
-    value = torch.where(
-        masked, _NEGATIVE_INFINITY, -_NEGATIVE_INFINITY
-    )  # the minimum with +inf changes nothing
+    value = torch.where(masked, _NEGATIVE_INFINITY, -_NEGATIVE_INFINITY)  # the minimum with inf is no change
     return x.scatter_reduce(1, torch.where(masked, ids, 0), value, "amin")
 
 
@@ -178,7 +177,7 @@ def _any(mask: torch.Tensor) -> bool:
 def _threshold(
     x: torch.Tensor, weights: torch.Tensor, target: torch.Tensor, top: torch.Tensor
 ) -> torch.Tensor:
-    """The largest t such that the weights of all x >= t add up to ``target`` or more: bisection over float bits.
+    """The largest t such that the weights of all x >= t reach ``target``: bisection over float bits.
 
     The integers that order like floats have 32 bits, so 32 halvings are exact.
     """

@@ -1,11 +1,14 @@
-"""Sampling as two Triton kernels. Equal to `gapless.sampling.reference` but for rounding where two tokens meet.
+"""Sampling as two Triton kernels. Equal to `gapless.sampling.reference` but for rounding between two tokens.
 
-The first kernel takes a chunk of a row's vocabulary: its maximum, the id of that, the sum of its weights, and,
-where rows may have filters, the maximum of each group of 64 logits. The second takes a row: it reduces the chunks and
-draws (`triton_filter` does where there is a filter). What a row gets depends on that row alone.
+The first kernel takes a chunk of a row's vocabulary: its maximum, the id of that, the sum of its weights,
+and, where rows may have filters, the maximum of each group of 64 logits. The second takes a row: it reduces
+the chunks and draws (`triton_filter` does where there is a filter). What a row gets depends on that row
+alone.
 
 Shape legend: S rows, V vocabulary, NC chunks, NG groups.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
-def _float(pointer):  # type: ignore[no-untyped-def]
+def _float(pointer):
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _chunk_kernel(  # type: ignore[no-untyped-def]
+def _chunk_kernel(
     logits_ptr,
     logits_stride,
     params_ptr,
@@ -93,7 +96,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _choose_kernel(  # type: ignore[no-untyped-def]
+def _choose_kernel(
     logits_ptr,
     logits_stride,
     params_ptr,
@@ -246,12 +249,12 @@ def _launch(
     ints = torch.empty(seqs * (chunks + groups * filters), dtype=torch.int32, device=logits.device)
     chunk_max, chunk_sum, group_max = floats, floats[seqs * chunks :], floats[2 * seqs * chunks :]
     chunk_id, listed = ints, ints[seqs * chunks :]
-    flag_of = dict(
-        SAMPLE=samples,
-        FILTER=filters,
-        MIN_TOKENS=bool(features & Feature.MIN_TOKENS),
-        STORE=rows is not None,
-    )
+    flag_of = {
+        "SAMPLE": samples,
+        "FILTER": filters,
+        "MIN_TOKENS": bool(features & Feature.MIN_TOKENS),
+        "STORE": rows is not None,
+    }
     shared = (
         logits,
         logits.stride(0),

@@ -1,8 +1,11 @@
 """The part of the Triton sampler that draws under top-k, top-p and min-p, without a sort.
 
-A filter is a logit threshold. The maxima of groups of 64 logits bound it from below, so that only the groups above this
-bound, few for any peaked distribution, are searched: in four parts per pass, over the bits of the logits.
+A filter is a logit threshold. The maxima of groups of 64 logits bound it from below, so that only the
+groups above this bound, few for any peaked distribution, are searched: in four parts per pass, over the
+bits of the logits.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -21,21 +24,22 @@ _TAIL = tl.constexpr(40.0)  # exp(-40) times any vocabulary is less than 2**-24,
 
 
 @triton.jit
-def weigh(x, top, temperature):  # type: ignore[no-untyped-def]
+def weigh(x, top, temperature):
     return tl.exp((x - top) / temperature)
 
 
 @triton.jit
-def count_masked(row_ptr, position, MIN_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+def count_masked(row_ptr, position, MIN_TOKENS: tl.constexpr):
     """How many of the row's stop ids are masked at this position."""
     count = 0
-    if MIN_TOKENS and position < tl.load(row_ptr + _MIN_END):
-        count = tl.minimum(tl.load(row_ptr + _NUM_STOP), _MAX_STOP)
+    if MIN_TOKENS:  # noqa: SIM102
+        if position < tl.load(row_ptr + _MIN_END):
+            count = tl.minimum(tl.load(row_ptr + _NUM_STOP), _MAX_STOP)
     return count
 
 
 @triton.jit
-def mask_stop_tokens(x, ids, row_ptr, num_masked, MIN_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+def mask_stop_tokens(x, ids, row_ptr, num_masked, MIN_TOKENS: tl.constexpr):
     if MIN_TOKENS:
         for i in range(num_masked):
             x = tl.where(ids == tl.load(row_ptr + _STOP_IDS + i), -float("inf"), x)
@@ -43,8 +47,8 @@ def mask_stop_tokens(x, ids, row_ptr, num_masked, MIN_TOKENS: tl.constexpr):  # 
 
 
 @triton.jit
-def invert(weight, ids, before, target, vocab):  # type: ignore[no-untyped-def]
-    """(first id whose cumulative weight, with ``before``, exceeds ``target``, or vocab; last id of any weight)."""
+def invert(weight, ids, before, target, vocab):
+    """The first id whose cumulative weight exceeds ``target``, else vocab; and the last id of any weight."""
     weight = weight.to(tl.float64)
     rows = tl.sum(weight, 1)
     above = tl.cumsum(rows, 0) - rows
@@ -54,14 +58,14 @@ def invert(weight, ids, before, target, vocab):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key(x):  # type: ignore[no-untyped-def]
+def _key(x):
     """Floats as int32 in the same order; both zeros are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _quarter(low, high, f1, f2, f3, target):  # type: ignore[no-untyped-def]
+def _quarter(low, high, f1, f2, f3, target):
     """The part of [low, high) in which a falling function, known at three points, crosses ``target``."""
     step = high - low
     m1, m2, m3 = low + step // 4, low + step // 2, low + 3 * step // 4
@@ -71,7 +75,7 @@ def _quarter(low, high, f1, f2, f3, target):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _search_groups(key, value, low, high, target):  # type: ignore[no-untyped-def]
+def _search_groups(key, value, low, high, target):
     """The largest t in [low, high) such that the values of all keys >= t add up to ``target``, or low."""
     while high - low > 1:
         step = high - low
@@ -83,9 +87,7 @@ def _search_groups(key, value, low, high, target):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS: tl.constexpr
-):
+def _tile(logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS: tl.constexpr):
     """Ids and logits of the listed groups i, i + 1, ... as [_TILE, GROUP]; -inf where there is none."""
     place = i + tl.arange(0, _TILE)
     group = tl.load(list_ptr + place, mask=place < num_listed, other=0)
@@ -96,7 +98,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _search_list(  # type: ignore[no-untyped-def]
+def _search_list(
     logits_ptr,
     list_ptr,
     num_listed,
@@ -119,7 +121,7 @@ def _search_list(  # type: ignore[no-untyped-def]
         f2 = tl.zeros([_TILE], dtype=tl.float64)
         f3 = tl.zeros([_TILE], dtype=tl.float64)
         for i in range(0, num_listed, _TILE):
-            ids, x = _tile(logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS)
+            _, x = _tile(logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS)
             key = _key(x) >> SHIFT
             value = weigh(x, top, temperature) if WEIGHTS else tl.where(x == x, 1.0, 0.0)
             f1 += tl.sum(tl.where(key >= (low + step // 4).to(tl.int32), value, 0.0), 1).to(tl.float64)
@@ -130,13 +132,13 @@ def _search_list(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _kept(x, top, temperature, low, min_p, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kept(x, top, temperature, low, min_p, SHIFT: tl.constexpr):
     weight = weigh(x, top, temperature)
     return tl.where(((_key(x) >> SHIFT) >= low.to(tl.int32)) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
-def _total(  # type: ignore[no-untyped-def]
+def _total(
     logits_ptr,
     list_ptr,
     num_listed,
@@ -153,13 +155,13 @@ def _total(  # type: ignore[no-untyped-def]
     """The weight of all kept tokens of the listed groups."""
     total = tl.zeros([_TILE], dtype=tl.float64)
     for i in range(0, num_listed, _TILE):
-        ids, x = _tile(logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS)
+        _, x = _tile(logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS)
         total += tl.sum(_kept(x, top, temperature, low, min_p, SHIFT), 1).to(tl.float64)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def draw_filtered(  # type: ignore[no-untyped-def]
+def draw_filtered(
     logits_ptr,
     group_max_ptr,
     list_ptr,

@@ -126,29 +126,39 @@ def _continues(tail: bytes, first: int) -> bool:
 
 
 class ByteLevelDetokenizer:
-    """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): a table look-up and an incremental UTF-8 decoder."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): whole characters are looked up, other bytes decoded.
 
-    __slots__ = ("_decode", "_table", "_tail")
+    ``_inside``: the text so far, or the prompt (its bytes are ``_tail``), ends inside a character.
+    """
+
+    __slots__ = ("_decoder", "_inside", "_table", "_tail")
 
     def __init__(self, table: TokenTable, prompt_tail: Sequence[int] = ()) -> None:
         self._table = table
-        self._decode = _utf8("replace").decode
+        self._decoder = _utf8("replace")
         self._tail = _unfinished(table, prompt_tail)
+        self._inside = bool(self._tail)
 
     def push(self, token_id: int, /) -> str:
         """See `Detokenizer`."""
-        data: bytes | None = self._table[token_id]
-        if not data:
+        value: str | bytes | None = self._table[token_id]
+        if not value:
             return ""
+        if isinstance(value, str):
+            if not self._inside:
+                return value
+            value = value.encode()
         if self._tail:
-            if _continues(self._tail, data[0]):
-                data = self._tail + data
+            if _continues(self._tail, value[0]):
+                value = self._tail + value
             self._tail = b""
-        return self._decode(data)
+        text = self._decoder.decode(value)
+        self._inside = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """See `Detokenizer`."""
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class PieceDetokenizer:

@@ -90,8 +90,9 @@ _ALPHABET = _byte_level_alphabet()
 class TokenTable(dict[int, Any]):
     """Token id -> its contribution, filled on first use.
 
-    ``bytes`` for a byte-level tokenizer; else ``str``, or ``int`` for a byte token. A skipped or unknown
-    token contributes None, which, unlike an empty string, does not end a run of byte tokens.
+    ``str`` where it is whole characters; else ``bytes`` if the tokenizer is byte-level, ``int`` for a byte
+    token. A skipped or unknown token contributes None, which, unlike an empty string, does not end a run of
+    byte tokens.
     """
 
     def __init__(self, backend: Any, recipe: Recipe, skip_special_tokens: bool) -> None:
@@ -112,9 +113,13 @@ class TokenTable(dict[int, Any]):
         recipe = self.recipe
         if recipe.byte_level:
             try:
-                return bytes(map(_ALPHABET.__getitem__, token))
+                data = bytes(map(_ALPHABET.__getitem__, token))
             except KeyError:  # an added token is written as it is
-                return token.encode()
+                return token
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                return data
         for old, new in recipe.replace:
             token = token.replace(old, new)
         if recipe.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):

@@ -1,0 +1,56 @@
+"""gapless: large-language-model generation in which the GPU never waits for the CPU.
+
+Importing this package is cheap: torch and transformers are imported when an engine is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gapless.config import EngineConfig
+from gapless.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+    UnsupportedModelError,
+)
+from gapless.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from gapless.async_llm import AsyncLLM
+    from gapless.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "FinishReason",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModelError",
+]
+
+_LAZY = {"LLM": "gapless.llm", "AsyncLLM": "gapless.async_llm"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'gapless' has no attribute {name!r}")

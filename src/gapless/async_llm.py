@@ -1,0 +1,158 @@
+"""AsyncLLM: the same engine for programs with an event loop. Each request is an async generator of outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any
+
+from gapless.client import EngineClient, Submission
+from gapless.config import EngineConfig
+from gapless.engine import EngineStats
+from gapless.errors import EngineDeadError
+from gapless.request import RequestOutput, SamplingParams
+from gapless.scheduler import SchedulerStats
+from gapless.text.chat import EncodedPrompt
+from gapless.text.outputs import OutputMode, accumulate
+
+
+class AsyncLLM:
+    """See `LLM` for the arguments. May be made and used inside a running event loop, and from several at once."""
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any) -> None:
+        config = EngineConfig.from_dict(options)
+        self._client = EngineClient(model, config, "auto" if tokenizer is None else tokenizer)
+
+    async def generate(
+        self,
+        prompt: str | dict[str, Any],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        mode: OutputMode = "stream",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt, piece by piece.
+
+        A consumer that is slower than the engine gets several steps' tokens in one piece; nothing is lost. Leaving the
+        loop early, or cancelling the task, aborts the request.
+
+        Args:
+            prompt: a text or ``{"prompt_token_ids": [...]}``.
+            sampling_params: default `SamplingParams()`.
+            request_id: a label for `abort`; need not be unique.
+            mode: "stream", each output holds everything so far; "delta", only what is new; "final", one output.
+
+        Raises:
+            RequestError: the request cannot be served.
+            EngineDeadError: the engine stopped, with the cause.
+        """
+        encoded = self._client.encode(prompt)
+        async for output in self._run(encoded, sampling_params, request_id, mode):
+            yield output
+
+    async def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        mode: OutputMode = "stream",
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation; see `generate`. ``template_options`` go to the chat template."""
+        encoded = self._client.encode_chat(messages, **template_options)
+        async for output in self._run(encoded, sampling_params, request_id, mode):
+            yield output
+
+    async def _run(
+        self, encoded: EncodedPrompt, params: SamplingParams | None, request_id: str | None, mode: OutputMode
+    ) -> AsyncGenerator[RequestOutput, None]:
+        mailbox = _Mailbox(asyncio.get_running_loop(), merge=mode == "delta")
+        submission = Submission(encoded, params or SamplingParams(), mailbox.put, mailbox.fail, mode, request_id)
+        (group,) = self._client.submit([submission])
+        finished = False
+        try:
+            while not finished:
+                output = await mailbox.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._client.abort_group(group)
+
+    async def abort(self, request_id: str) -> None:
+        """End the requests with this label; each still gets its final output. Unknown labels are ignored."""
+        self._client.abort(request_id)
+
+    def stats(self) -> tuple[EngineStats, SchedulerStats]:
+        """The engine's and the scheduler's counters."""
+        return self._client.stats()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        return self._client.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options, with what was left open filled in."""
+        return self._client.config
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: needed after a change of the weights."""
+        await asyncio.to_thread(self._client.reset_prefix_cache)
+
+    def close(self) -> None:
+        """Give threads and memory back; open requests fail with `EngineClosedError`. Safe to call twice."""
+        self._client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class _Mailbox:
+    """The latest output of one request: filled by the output thread, emptied by one task.
+
+    Outputs that were not taken yet are replaced by the next one (they are cumulative) or merged with it (deltas).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, merge: bool) -> None:
+        self._loop = loop
+        self._merge = merge
+        self._lock = threading.Lock()
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        with self._lock:
+            if self._merge and self._output is not None:
+                accumulate(self._output, output)
+            else:
+                self._output = output
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def get(self) -> RequestOutput:
+        await self._ready.wait()
+        with self._lock:
+            self._ready.clear()
+            if self._error is not None:
+                raise EngineDeadError(f"the request did not end: {self._error!r}") from self._error
+            output, self._output = self._output, None
+        return output if output is not None else await self.get()

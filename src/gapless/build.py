@@ -1,0 +1,249 @@
+"""From options to an engine: load the model, measure, size the KV cache, capture, wire the parts. Runs once, at start."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless.config import EngineConfig
+from gapless.device.base import Device
+from gapless.device.cpu import CpuDevice
+from gapless.engine import Engine
+from gapless.errors import ConfigError
+from gapless.messages import StepMessage
+from gapless.model.base import CausalModel
+from gapless.pipeline.kernels import Kernels, reference_kernels
+from gapless.pipeline.runner import Key, Runner
+from gapless.pipeline.shapes import EXACT, Shapes, graph_shapes
+from gapless.plan import RowLayout
+from gapless.scheduler import Scheduler, max_updates
+
+logger = logging.getLogger("gapless")
+
+GIB = 2**30
+CPU_CACHE_BYTES = 4 * GIB
+"""Most that a KV cache takes in a laptop's memory unless told otherwise."""
+SPARE_BYTES = 512 * 2**20
+"""Left free on a GPU beside the share that the user gave: for the driver, and for what a capture still takes."""
+
+Progress = Callable[[list[Key]], Any]
+
+
+@dataclass(slots=True)
+class Built:
+    """An engine, not started yet, and what it was built from."""
+
+    engine: Engine
+    scheduler: Scheduler
+    runner: Runner
+    model: CausalModel
+    config: EngineConfig
+    layout: RowLayout
+    num_blocks: int
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: no CUDA device was found. Use device='cpu', or install a CUDA build of torch")
+    device = torch.device(name)
+    if device.type == "cuda":
+        index, count = device.index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(f"device={name!r}: this machine has the CUDA devices 0 to {count - 1}")
+        device = torch.device("cuda", index)
+    return device
+
+
+def build(
+    model: str | Path | Any,
+    config: EngineConfig,
+    publish: Callable[[StepMessage], None],
+    on_death: Callable[[BaseException], None],
+    *,
+    check: bool = False,
+    progress: Progress = iter,
+) -> Built:
+    """Everything up to, but not including, `Engine.start`.
+
+    Args:
+        model: a folder, a name, a GGUF file, a ``transformers`` model, or a `CausalModel`.
+        config: of the engine.
+        publish, on_death, check: see `Engine`.
+        progress: wraps the list of graphs to capture, as tqdm does.
+
+    Raises:
+        ConfigError: an option does not fit this machine or model, or the memory does not suffice.
+        UnsupportedModelError: the engine would compute this model wrongly.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return _build(model, config, device, publish, on_death, check, progress)
+    return _build(model, config, device, publish, on_death, check, progress)
+
+
+def _build(
+    source: str | Path | Any,
+    config: EngineConfig,
+    device: torch.device,
+    publish: Callable[[StepMessage], None],
+    on_death: Callable[[BaseException], None],
+    check: bool,
+    progress: Progress,
+) -> Built:
+    start = time.perf_counter()
+    model = _model(source, config, device)
+    logger.info(
+        "%s: %.2f GiB of weights in %s, ready in %.1f s on %s",
+        model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."), time.perf_counter() - start, device,
+    )  # fmt: skip
+    longest = model.max_position if config.max_model_len is None else config.max_model_len
+    if longest > model.max_position:
+        raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
+    config = dataclasses.replace(config, max_model_len=longest)
+    layout = RowLayout(config.max_num_seqs, longest, config.block_size)
+    if layout.num_words >= 2**31:
+        raise ConfigError(
+            f"max_num_seqs={config.max_num_seqs} rows of max_model_len={longest} tokens need more than 2**31 words of "
+            "row state. Lower one of them"
+        )
+
+    def make_runner(blocks: int) -> Runner:
+        chosen: Device
+        if device.type == "cuda":
+            from gapless.device.cuda import CudaDevice
+
+            chosen = CudaDevice(device.index)
+            shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, capture=not config.enforce_eager)
+            kernels = _triton_kernels()
+        else:
+            chosen, shapes, kernels = CpuDevice(), EXACT, reference_kernels()
+        return Runner(
+            chosen,
+            model,
+            layout,
+            num_blocks=blocks,
+            depth=config.pipeline_depth,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_updates=max_updates(config),
+            kernels=kernels,
+            shapes=shapes,
+        )
+
+    num_blocks = _num_blocks(config, model, layout, device, make_runner)
+    runner = make_runner(num_blocks)
+    if device.type == "cuda":
+        _capture(runner, device, progress, config.pipeline_depth)
+    scheduler = Scheduler(config, layout, num_blocks)
+    tokens = scheduler.pool.capacity * config.block_size
+    logger.info(
+        "KV cache: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
+        tokens, scheduler.pool.capacity, config.block_size,
+        num_blocks * block_bytes(model, config.block_size) / GIB, tokens / longest, longest,
+    )  # fmt: skip
+    engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
+    return Built(engine, scheduler, runner, model, config, layout, num_blocks)
+
+
+def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalModel:
+    if hasattr(source, "kv_specs"):
+        ready: CausalModel = source
+        return ready
+    from gapless.model.loading import load_model
+
+    return load_model(
+        source,
+        dtype=config.dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        fused=device.type == "cuda",
+        probe=config.check_model,
+    )
+
+
+def _triton_kernels() -> Kernels:
+    from gapless.pipeline.prepare_triton import prepare
+    from gapless.sampling.triton import sample_and_store
+
+    return Kernels(prepare, sample_and_store)
+
+
+def block_bytes(model: CausalModel, block_size: int) -> int:
+    """Bytes of one block over all layers."""
+    return block_size * sum(spec.bytes_per_token for spec in model.kv_specs)
+
+
+def _num_blocks(
+    config: EngineConfig,
+    model: CausalModel,
+    layout: RowLayout,
+    device: torch.device,
+    make_runner: Callable[[int], Runner],
+) -> int:
+    """Blocks of the KV pool, the null block among them."""
+    size = block_bytes(model, config.block_size)
+    useful = layout.max_num_seqs * layout.max_blocks + 1  # every row at full length
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_memory_bytes is not None:
+        budget, what = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        budget, what = _free_after_trial(config, device, make_runner), "gpu_memory_utilization"
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget, what = min(CPU_CACHE_BYTES, free // 4), "kv_cache_memory_bytes"
+    count = min(budget // size, useful)
+    if count < 2:
+        raise ConfigError(
+            f"{what} leaves {budget / GIB:.2f} GiB for the KV cache, but one block of {config.block_size} tokens takes "
+            f"{size / GIB:.3f} GiB. Raise {what}, or lower max_num_batched_tokens={config.max_num_batched_tokens} or "
+            f"max_num_seqs={config.max_num_seqs}"
+        )
+    return int(count)
+
+
+def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: Callable[[int], Runner]) -> int:
+    """Bytes for the KV pool: capture the largest graphs on a tiny pool, see what they took, and drop them."""
+    runner = make_runner(2)
+    try:
+        runner.capture(runner.keys()[:1] + [key for key in runner.keys() if key.decode_only][:1])
+        torch.cuda.synchronize(device)  # sync-ok: at start
+        free, total = torch.cuda.mem_get_info(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of memory at the largest step, of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} "
+            f"requests. Lower max_num_batched_tokens (try {config.max_num_batched_tokens // 2}) or max_num_seqs (try "
+            f"{max(config.max_num_seqs // 2, 1)})"
+        ) from error
+    finally:
+        runner.close()
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    used = total - free
+    return int(total * config.gpu_memory_utilization) - used - SPARE_BYTES
+
+
+def _capture(runner: Runner, device: torch.device, progress: Progress, depth: int) -> None:
+    start, before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+    keys = runner.keys()
+    try:
+        runner.capture(keys, progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("out of memory while capturing: lower gpu_memory_utilization by 0.05, or use enforce_eager") from error
+    logger.info(
+        "%d graphs for %d slots in %.1f s, %.2f GiB",
+        len(keys) * depth, depth, time.perf_counter() - start, (before - torch.cuda.mem_get_info(device)[0]) / GIB,
+    )  # fmt: skip

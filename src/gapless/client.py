@@ -1,0 +1,234 @@
+"""EngineClient: what `LLM` and `AsyncLLM` share. An engine, its output side, and the checks before both.
+
+Threads: callers submit from any thread. The loop's thread puts one message per step into a queue; the output thread
+takes it, detokenizes, and calls back. A request is checked here, on the caller's thread, so that a bad one is an
+exception at the call and never comes near the loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gapless.build import Progress, build
+from gapless.config import EngineConfig
+from gapless.engine import EngineStats
+from gapless.errors import EngineClosedError, RequestError
+from gapless.messages import StepMessage
+from gapless.request import MAX_STOP_TOKEN_IDS, FinishReason, Request, RequestOutput, SamplingParams
+from gapless.scheduler import SchedulerStats
+from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
+from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
+
+_SEED_MASK = 2**64 - 1
+_SEED_STEP = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: far from any small seed
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One prompt, ready to go."""
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+    on_output: Callable[[RequestOutput], None]
+    on_error: Callable[[BaseException], None]
+    mode: OutputMode = "final"
+    request_id: str | None = None
+
+
+class EngineClient:
+    """See the module.
+
+    Args:
+        model: see `gapless.build.build`.
+        config: of the engine.
+        tokenizer: a ``transformers`` tokenizer; ``"auto"`` finds the model's own; None for none.
+        progress: shows the captures at start.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig, tokenizer: Any = "auto", progress: Progress = iter) -> None:
+        self._outputs = OutputProcessor(self._on_stop)
+        self._messages: queue.SimpleQueue[StepMessage | None] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._groups: dict[str, list[RequestGroup]] = {}  # open groups by label; labels need not be unique
+        self._lock = threading.Lock()
+        self._closed = False
+        if tokenizer == "auto":
+            from gapless.model.loading import load_tokenizer
+
+            tokenizer = load_tokenizer(model)
+        self.tokenizer = tokenizer
+        built = build(model, config, self._messages.put, self._on_death, progress=progress)
+        self.config = built.config
+        self.model = built.model
+        self._engine = built.engine
+        self._scheduler = built.scheduler
+        self._thread = threading.Thread(target=self._run, name="gapless-output", daemon=True)
+        self._thread.start()
+        self._engine.start()
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: object) -> EncodedPrompt:
+        """A prompt as ids, checked."""
+        return encode_prompt(prompt, self.tokenizer, self.model.vocab_size)
+
+    def encode_chat(self, messages: object, **options: Any) -> EncodedPrompt:
+        """A conversation as ids, through the tokenizer's chat template."""
+        return encode_chat(messages, self.tokenizer, self.model.vocab_size, **options)
+
+    def submit(self, submissions: Sequence[Submission]) -> list[RequestGroup]:
+        """Check all, then hand all to the engine in one turn of its loop. Either all are taken or none.
+
+        Raises:
+            RequestError: naming the request and what is wrong with it.
+            EngineDeadError, EngineClosedError: no more work is taken.
+        """
+        self._engine.raise_if_dead()
+        requests: list[Request] = []
+        groups: list[RequestGroup] = []
+        for i, submission in enumerate(submissions):
+            try:
+                made = self._requests(submission)
+                groups.append(self._group(submission, made))
+            except RequestError as error:
+                if len(submissions) > 1:
+                    error.add_note(f"in prompt {i} of {len(submissions)}")
+                raise
+            requests.extend(made)
+        for group in groups:
+            self._outputs.add(group)
+            with self._lock:
+                self._groups.setdefault(group.request_id, []).append(group)
+        for request, group in zip(requests, (g for g in groups for _ in g.ids), strict=True):
+            request.streaming = group.needs_tokens
+        self._engine.submit(requests)
+        return groups
+
+    def abort(self, request_id: str) -> None:
+        """End every open request with this label; each still gets its final output. Unknown labels are ignored."""
+        with self._lock:
+            groups = list(self._groups.get(request_id, ()))
+        for group in groups:
+            self._outputs.abort(group)
+
+    def abort_group(self, group: RequestGroup) -> None:
+        """End one request."""
+        self._outputs.abort(group)
+
+    def _requests(self, submission: Submission) -> list[Request]:
+        params, ids = submission.params, submission.prompt.token_ids
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            longest = self.config.max_model_len or 0
+            max_tokens = max(longest - len(ids), 1)
+        self._scheduler.refuse_what_never_fits(len(ids), max_tokens)
+        stops = dict.fromkeys(params.stop_token_ids)
+        for token in stops:
+            if token >= self.model.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids holds {token}; the model's vocabulary has the ids 0 to {self.model.vocab_size - 1}"
+                )
+        if not params.ignore_eos:
+            stops.update(dict.fromkeys(self.model.eos_token_ids))
+        if len(stops) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"{len(stops)} ids would end this request, the model's own included; at most {MAX_STOP_TOKEN_IDS} can"
+            )
+        numbers = [next(self._ids) for _ in range(params.n)]
+        base = self._derived_seed(numbers[0]) if params.seed is None else params.seed
+        return [
+            Request(
+                id=number,
+                prompt_token_ids=ids,
+                params=params,
+                max_tokens=max_tokens,
+                stop_token_ids=tuple(stops),
+                seed=(base + i * _SEED_STEP) & _SEED_MASK,
+                streaming=False,
+                arrival=time.monotonic(),
+            )
+            for i, number in enumerate(numbers)
+        ]
+
+    def _derived_seed(self, number: int) -> int:
+        digest = hashlib.blake2b(f"{self.config.seed}:{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    def _group(self, submission: Submission, requests: list[Request]) -> RequestGroup:
+        label = submission.request_id if submission.request_id is not None else str(requests[0].id)
+        group = RequestGroup(
+            request_id=label,
+            prompt=submission.prompt.text,
+            prompt_token_ids=submission.prompt.token_ids,
+            params=submission.params,
+            ids=[r.id for r in requests],
+            on_output=lambda output: self._deliver(group, submission, output),
+            on_error=lambda error: self._fail(group, submission, error),
+            tokenizer=self.tokenizer,
+            arrival_time=requests[0].arrival,
+            mode=submission.mode,
+        )
+        return group
+
+    def _deliver(self, group: RequestGroup, submission: Submission, output: RequestOutput) -> None:
+        if output.finished:
+            self._forget(group)
+        submission.on_output(output)
+
+    def _fail(self, group: RequestGroup, submission: Submission, error: BaseException) -> None:
+        self._forget(group)
+        submission.on_error(error)
+
+    def _forget(self, group: RequestGroup) -> None:
+        with self._lock:
+            groups = self._groups.get(group.request_id, [])
+            if group in groups:
+                groups.remove(group)
+            if not groups:
+                self._groups.pop(group.request_id, None)
+
+    # ---- output side ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            self._outputs.process(message)
+
+    def _on_stop(self, request_id: int) -> None:
+        self._engine.finish(request_id, FinishReason.ABORT)
+
+    def _on_death(self, error: BaseException) -> None:
+        self._outputs.fail(error)
+
+    # ---- control --------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Requests that have not had their last output."""
+        return self._outputs.pending
+
+    def stats(self) -> tuple[EngineStats, SchedulerStats]:
+        """The engine's and the scheduler's counters, as they are now."""
+        return self._engine.stats, self._scheduler.snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: needed after a change of the weights."""
+        self._engine.call(self._scheduler.reset_prefix_cache)
+
+    def close(self) -> None:
+        """Stop the loop; open requests fail with `EngineClosedError`; threads and memory come back."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._engine.close()
+        self._messages.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))

@@ -1,0 +1,173 @@
+"""TransformersModel: an unmodified ``transformers`` causal LM as the engine's `CausalModel`.
+
+The model runs packed: one batch entry, the tokens of all requests one after the other, each with its position. Two
+things make that possible without a change to the model's code. Its attention function is ours, registered under a name
+of its own in ``AttentionInterface`` and in no mask registry, so that no mask is ever built. And the step reaches that
+function as a private keyword argument, which every decoder hands through to its attention layers. There is no other
+channel: nothing of a step or an engine is kept in this module, and engines in several threads do not meet.
+
+A caller's model is never changed. The module tree and the config are copied; parameters and buffers are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from gapless.attention import reference
+from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.errors import UnsupportedModelError
+from gapless.kv.spec import KVSpec
+from gapless.model import checks
+
+AttentionBackend = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor
+]
+"""``(q [T, HQ, D], k, v [T, HK, D], kv_cache [2, N, B, HK, D], context, params) -> [T, HQ, D]``; writes the cache."""
+
+ATTENTION_NAME = "gapless"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What our attention function finds on an attention module: its place in ``kv_caches`` and its constants."""
+
+    index: int
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The private keyword argument."""
+
+    context: AttentionContext
+    attend: AttentionBackend
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    gapless_step: _Step | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """What the model calls in place of its own attention. query ``[1, HQ, T, D]`` -> ``[1, T, HQ, D]``."""
+    if gapless_step is None:
+        raise RuntimeError(f"{type(module).__name__} runs gapless' attention outside of an engine's step")
+    layer: _Layer = module._gapless_layer  # type: ignore[assignment]
+    context = gapless_step.context
+    out = gapless_step.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        context.kv_caches[layer.index],
+        context,
+        layer.params,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+
+
+class TransformersModel:
+    """Implements `gapless.model.base.CausalModel`; see there for the attributes.
+
+    Args:
+        model: a causal LM of ``transformers`` on one device. It is copied, sharing parameters and buffers; a change
+            of a weight in place is seen here too.
+        attention: runs one layer's attention.
+        name: for logs, default the config's name.
+        max_model_len: longest context that will be asked for. It matters only to RoPE "longrope", whose factors are
+            fixed here (see `checks.fix_longrope`).
+
+    Raises:
+        UnsupportedModelError: the model holds a part that would be computed wrongly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attention: AttentionBackend = reference.attend,
+        name: str | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        checks.check_config(model.config)
+        checks.check_modules(model)
+        self.module = private_copy(model)
+        self.attention = attention
+        self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+        self.device = next(model.parameters()).device
+        self.dtype = model.dtype
+        self.max_position = checks.fix_longrope(self.module, max_model_len)
+        self._choose_experts()
+
+        survey = checks.survey(self.module, self.max_position)
+        self.vocab_size = survey.vocab_size
+        self.kv_specs: tuple[KVSpec, ...] = tuple(layer.kv_spec for layer in survey.layers)
+        for index, layer in enumerate(survey.layers):
+            layer.module._gapless_layer = _Layer(index, layer.params)  # type: ignore[assignment]
+        checks.set_attention(self.module, ATTENTION_NAME)
+
+        self.eos_token_ids = _eos_token_ids(model)
+        parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        logits_index: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CausalModel.forward`: ids and positions ``[T]``, logits_index ``[S]`` -> ``[S, vocab_size]``."""
+        # no_grad and not inference_mode: tensors made here must stay usable by a trainer that shares the weights.
+        with torch.no_grad():
+            output = self.module(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=logits_index,
+                gapless_step=_Step(context, self.attention),
+            )
+        logits: torch.Tensor = output.logits
+        return logits[0]
+
+    def _choose_experts(self) -> None:
+        """On a GPU, take the form of mixture-of-experts layers that never waits for the device."""
+        chooses = getattr(self.module, "_can_set_experts_implementation", None)
+        if self.device.type == "cuda" and chooses is not None and chooses():
+            # The grouped matmul has no fp32 form that a CUDA graph could hold.
+            self.module.set_experts_implementation("batched_mm" if self.dtype == torch.float32 else "grouped_mm")
+
+
+def private_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The module tree and config copied, parameters and buffers shared; in eval mode, without the caller's hooks."""
+    devices = {tensor.device for tensor in model.parameters()}
+    if len(devices) != 1:
+        listed = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(f"{type(model).__name__} lies on several devices ({listed}); move it to one")
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
+    shared.update((id(tensor), tensor) for tensor in model.buffers())
+    copied = copy.deepcopy(model, shared)
+    return copied.eval()
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """From the generation config, else the config; each holds an int, a list or nothing."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(map(int, ids)) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()

@@ -1,0 +1,88 @@
+"""GGUF files, converted once into Hugging Face folders in a cache.
+
+Nothing heavy is imported until a conversion is needed, so that finding a folder that exists takes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+FORMAT = 1
+"""Raise it when `convert` writes something else than before: old folders are then left alone and made anew."""
+
+
+def cache_root() -> Path:
+    """Where converted models live: ``$GAPLESS_CACHE``, else ``gapless`` in the user's cache folder."""
+    if own := os.environ.get("GAPLESS_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gapless"
+
+
+def cached_folder(path: Path) -> Path:
+    """The folder of a GGUF file, whether it exists yet or not. Path, size and time of change are its key."""
+    stat = path.stat()
+    key = hashlib.sha256(f"{FORMAT}\n{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
+    return cache_root() / "gguf" / f"{path.stem}-{key[:16]}"
+
+
+def convert_cached(path: Path) -> Path:
+    """A Hugging Face folder with the file's weights, config and tokenizer; converted on the first call.
+
+    Raises:
+        ImportError: the packages that read GGUF are missing.
+    """
+    folder = cached_folder(path)
+    if not folder.exists():
+        make_folder(folder, lambda target: convert(path, target))
+    return folder
+
+
+def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a new folder atomically: it appears under its name complete, or not at all, also with two processes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        fill(temporary)
+        temporary.chmod(0o755)
+        # A folder that is there already came from another process, and holds the same.
+        with contextlib.suppress(OSError):
+            temporary.rename(folder)
+        if not folder.exists():
+            raise RuntimeError(f"could not move the converted model to {folder}")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write the weights of a GGUF file as fp32 safetensors, with config, generation config and tokenizer.
+
+    fp32 because a dequantized weight, scale * integer + offset, is exact there and not in bf16; and because fp32 is
+    what a CPU multiplies quickest unless it has bf16 units.
+    """
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"to read {path} install {' and '.join(missing)}: pip install 'gapless[gguf]'")
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):  # the weights are dequantized: say so, or they cannot be saved
+        del config.quantization_config
+    config.dtype = torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

@@ -1,0 +1,120 @@
+"""The parity probe: the model through the engine's paged attention, against its own eager attention, at load.
+
+Two ragged prompts of random ids run packed in one prefill, with the longer one in two chunks, then some decode steps,
+over a small pool with scrambled blocks. The model's eager attention runs each prompt alone, over all its tokens at
+once. A model that mixes neighbours of a packed batch, drops positions, or carries state that the engine does not keep
+cannot agree. What the probe is too short to see, a window's edge, `checks.survey` has compared already.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapless.attention.context import AttentionContext
+from gapless.errors import UnsupportedModelError
+from gapless.model import checks
+from gapless.model.adapter import ATTENTION_NAME, TransformersModel
+
+BLOCK_SIZE = 4
+LENGTHS = (11, 6)
+"""Tokens of the two sequences, prompt and decode steps together."""
+CHUNKS = ((5, 3), (3, 0), (1, 1), (1, 1), (1, 1))
+"""New tokens of each sequence in each step; 0 leaves the sequence out."""
+
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""Of |difference| / |logits| (2-norms of a token's logits, their mean taken off). An error of the kinds above gives
+0.1 to 1.4; rounding alone 1e-6 in fp32 and 1e-2 in bf16."""
+
+
+def probe_parity(model: TransformersModel, seed: int = 0) -> float:
+    """Compare; return the largest relative difference.
+
+    Raises:
+        UnsupportedModelError: it is beyond `TOLERANCE`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(model.vocab_size, (n,), generator=generator).to(model.device) for n in LENGTHS]
+    expected = _eager(model, prompts)
+    worst, where = 0.0, ""
+    for step, (got, ends) in enumerate(_paged(model, prompts, generator)):
+        for row, (s, position) in zip(got, ends, strict=True):
+            difference = _relative(row, expected[s][position])
+            if not difference <= worst:  # also true of NaN
+                worst, where = difference, f"sequence {s}, position {position}, step {step}"
+    tolerance = TOLERANCE.get(model.dtype, 8e-2)
+    if not worst <= tolerance:
+        raise UnsupportedModelError(
+            f"{model.name} ({type(model.module).__name__}): its logits through paged attention differ from its own by "
+            f"{worst:.2g} of their size ({where}; allowed for {model.dtype}: {tolerance:.2g}). Some part of it is computed "
+            "wrongly here."
+        )
+    return worst
+
+
+def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    got, expected = got.double() - got.double().mean(), expected.double() - expected.double().mean()
+    return float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def _eager(model: TransformersModel, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits ``[length, vocab_size]`` of each sequence by the model's own attention."""
+    checks.set_attention(model.module, "eager")
+    try:
+        with torch.no_grad():
+            return [model.module(input_ids=ids[None], use_cache=False).logits[0] for ids in prompts]
+    finally:
+        checks.set_attention(model.module, ATTENTION_NAME)
+
+
+def _paged(
+    model: TransformersModel, prompts: list[torch.Tensor], generator: torch.Generator
+) -> list[tuple[torch.Tensor, list[tuple[int, int]]]]:
+    """For each step its logits ``[S, vocab_size]`` and, for each row of them, (sequence, position)."""
+    blocks = [-(-len(ids) // BLOCK_SIZE) for ids in prompts]
+    scrambled = torch.randperm(sum(blocks), generator=generator) + 1  # block 0 is the null block
+    tables = torch.zeros(len(prompts) + 1, max(blocks), dtype=torch.int32)
+    for s, count in enumerate(blocks):
+        tables[s, :count] = scrambled[sum(blocks[:s]) :][:count]
+    caches = [
+        # Stale contents are finite and large, as a used pool's may be.
+        torch.full(
+            (2, sum(blocks) + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim_k),
+            50.0,
+            dtype=getattr(torch, spec.dtype),
+            device=model.device,
+        )
+        for spec in model.kv_specs
+    ]
+    done = [0] * len(prompts)
+    results = []
+    for chunk in CHUNKS:
+        rows = [s for s, new in enumerate(chunk) if new]
+        starts, positions, ids = [0], [], []
+        for s in rows:
+            positions += range(done[s], done[s] + chunk[s])
+            ids.append(prompts[s][done[s] : done[s] + chunk[s]])
+            done[s] += chunk[s]
+            starts.append(len(positions))
+        slots = [
+            int(tables[s, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
+            for i, s in enumerate(rows)
+            for p in positions[starts[i] : starts[i + 1]]
+        ]
+        context = AttentionContext(
+            kv_caches=caches,
+            slot_mapping=torch.tensor(slots, device=model.device),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=model.device),
+            seq_lens=torch.tensor([done[s] for s in rows], dtype=torch.int32, device=model.device),
+            rows=torch.tensor(rows, dtype=torch.int32, device=model.device),
+            block_tables=tables.to(model.device),
+            block_size=BLOCK_SIZE,
+            decode_only=len(positions) == len(rows),
+        )
+        logits = model.forward(
+            torch.cat(ids),
+            torch.tensor(positions, device=model.device),
+            context,
+            torch.tensor(starts[1:], device=model.device) - 1,
+        )
+        results.append((logits, [(s, done[s] - 1) for s in rows]))
+    return results
