@@ -176,15 +176,16 @@ DECODE = Shape(((1, 0), (1, 36), (1, 100), (1, 15)), decode_only=True)
 
 
 @runs_kernels
-@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "last"),
     [
-        DECODE,
-        replace(DECODE, padding=(2, 2), d=80, hq=3, hk=1, block=16),
-        replace(DECODE, hq=32, hk=2, window=20, sinks=True),
-        replace(DECODE, hq=2, hk=2, softcap=3.0, block=64, padding=(1, 1), sinks=True),
-        replace(DECODE, dtype=torch.float16),
+        (DECODE, True),
+        (DECODE, False),
+        (replace(DECODE, padding=(2, 2), d=80, hq=3, hk=1, block=16), True),
+        (replace(DECODE, hq=32, hk=2, window=20, sinks=True), True),
+        (replace(DECODE, hq=32, hk=2, window=20, sinks=True), False),
+        (replace(DECODE, hq=2, hk=2, softcap=3.0, block=64, padding=(1, 1), sinks=True), True),
+        (replace(DECODE, dtype=torch.float16), False),
     ],
 )
 def test_decode(shape: Shape, last: bool) -> None:
@@ -212,17 +213,16 @@ MIXED = Shape(((1, 40), (9, 0), (2, 11), (23, 18), (0, 0), (1, 7)), padding=(2, 
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "last"),
     [
-        MIXED,
-        replace(MIXED, hq=3, hk=1, d=80, padding=(0, 0)),
-        replace(MIXED, window=6, sinks=True, block=16),
-        replace(MIXED, softcap=2.0, hq=8, hk=1, padding=(1, 40)),
-        replace(MIXED, hq=2, hk=2, window=30, softcap=4.0, sinks=True),
-        replace(MIXED, dtype=torch.float16),
+        (MIXED, True),
+        (replace(MIXED, hq=3, hk=1, d=80, padding=(0, 0)), False),
+        (replace(MIXED, window=6, sinks=True, block=16), True),
+        (replace(MIXED, softcap=2.0, hq=8, hk=1, padding=(1, 40)), False),
+        (replace(MIXED, hq=2, hk=2, window=30, softcap=4.0, sinks=True), True),
+        (replace(MIXED, dtype=torch.float16), False),
     ],
 )
-@pytest.mark.parametrize("last", [True, False])
 def test_mixed(shape: Shape, last: bool) -> None:
     from gapless.attention.triton_prefill import PrefillConfig
 
@@ -233,9 +233,10 @@ def test_mixed(shape: Shape, last: bool) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("window", [None, 9])
-def test_several_query_tokens_in_the_decode_kernel(window: int | None) -> None:
+@pytest.mark.parametrize("option", ["max_query_len", "split_query_len"])
+def test_several_query_tokens_in_the_decode_kernel(option: str, window: int | None) -> None:
     shape = Shape(((5, 40), (1, 3), (4, 0), (2, 20)), hq=8, padding=(1, 3), window=window, sinks=True)
-    Case(shape, seed=5).check(max_query_len=5, decode_config=small_decode())
+    Case(shape, seed=5).check(**{option: 5}, decode_config=small_decode())
 
 
 @runs_kernels

@@ -12,10 +12,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_sampling_reference import ALL, Row, oracle, params, python_philox, random_batch
 
 from gapless.plan import Feature, RowLayout, Word
 from gapless.sampling import reference
+from test_sampling_reference import ALL, Row, oracle, params, python_philox, random_batch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -181,14 +181,15 @@ def test_windowed_agrees_with_the_tables(make: Make, text: str) -> None:
     assert "".join([*map(d.push, ids), d.finish()]) == whole(tokenizer, ids)
 
 
-def test_the_window_is_bounded() -> None:
+@pytest.mark.parametrize(("make", "token"), [(slow_bytes, 1 + 0xFF), (byte_level, 10_000)])
+def test_the_window_is_bounded(make: Make, token: int) -> None:
     """Neither invalid bytes nor tokens without text let it grow."""
-    d = WindowedDetokenizer(slow_bytes(), [], False)
+    d = WindowedDetokenizer(make(), [], False)
     seen: list[int] = []
     decode = d._decode
     d._decode = lambda ids: seen.append(len(ids)) or decode(ids)  # type: ignore[method-assign, func-returns-value]
     for _ in range(200):
-        d.push(1 + 0xFF)
+        d.push(token)
     assert max(seen) <= 2 * MAX_PENDING_TOKENS
 
 

@@ -181,6 +181,11 @@ def test_stop_string_beats_length_and_comes_before_the_end_token(mode: str) -> N
     tokens = [x, *run_ids, 2]
     run(held, tokens, end(1, tokens, "stop", stop_token=2))
     assert held.result == ("x", tokens[:-1], "stop", "🙂")
+    # and its number is that of the token before: too early for this min_tokens
+    early = Client(mode=mode, stop="🙂", min_tokens=len(tokens))
+    early.group.tokenizer = llama_like()
+    run(early, tokens, end(1, tokens, "stop", stop_token=2))
+    assert early.result == ("x🙂", tokens, "stop", None)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -163,14 +163,36 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
         return ready
     from gapless.model.loading import load_model
 
-    return load_model(
+    if device.type != "cuda":
+        options = {"dtype": config.dtype, "max_model_len": config.max_model_len, "probe": config.check_model}
+        return load_model(source, device=device, **options).model
+    from gapless.attention import triton as attention
+    from gapless.model import ops_triton
+    from gapless.model.fused import NotFusable, fuse
+
+    plain = load_model(
         source,
         dtype=config.dtype,
         device=device,
+        attention=attention.attend,
         max_model_len=config.max_model_len,
-        fused=device.type == "cuda",
         probe=config.check_model,
-    )
+    ).model
+    try:
+        fused = fuse(
+            plain.module,
+            plain,
+            max_positions=config.max_model_len or plain.max_position,
+            ops=ops_triton,
+            attend=attention.attend_cached,
+        )
+        if config.check_model:
+            probe_parity(fused, plain)
+    except (NotFusable, UnsupportedModelError) as error:
+        logger.warning("%s runs unfused: %s", plain.name, error)
+        return plain
+    logger.info("fused in every layer: q, k, v; gate, up; residual + norm; q/k norm + RoPE + cache write; SiLU * up")
+    return fused
 
 
 def _triton_kernels() -> Kernels:

@@ -45,8 +45,7 @@ def _write_kernel(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store ``k`` and ``v`` ``[T, HK, D]`` (any token and head stride) at the flat places ``slot_mapping``
-    ``[T]``."""
+    """Store ``k`` and ``v`` ``[T, HK, D]`` (any token and head strides) at the places in ``slot_mapping``."""
     tokens, hk, d = k.shape
     keys = kv_cache[0]
     width = triton.next_power_of_2(hk * d)
@@ -65,15 +64,17 @@ def attend_cached(
     out: torch.Tensor | None = None,
     *,
     max_query_len: int | None = None,
+    split_query_len: int | None = None,
     decode_config: DecodeConfig | None = None,
     prefill_config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Attend from ``q`` ``[T, HQ, D]`` to the cache, which holds this step's keys and values already.
 
     Args:
-        out: contiguous ``[T, HQ, D]``; made here if missing. max_query_len: if given, what the caller knows
-        of all q_len of this step and of every replay: with few tokens
-            a sequence (drafts to verify) the prefill kernel is not launched.
+        out: contiguous ``[T, HQ, D]``; made here if missing.
+        max_query_len: if given, a bound on the q_len of this step and of every replay: where it is small, as
+            for drafts to verify, the prefill kernel is not launched.
+        split_query_len: in a mixed step, sequences of up to so many tokens go to the decode kernel.
     """
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         raise ValueError("the head dimension of q and of the cache must be contiguous")
@@ -87,7 +88,7 @@ def attend_cached(
         decode(q, kv_cache, context, params, out, max_query_len, decode_config)
     else:
         # The tile of the decode kernel has 16 rows anyway, so a few tokens a sequence cost nothing more.
-        few = max(1, 16 // group)
+        few = split_query_len or max(1, 16 // group)
         decode(q, kv_cache, context, params, out, few, decode_config)
         prefill(q, kv_cache, context, params, out, few + 1, prefill_config)
     return out
@@ -101,7 +102,6 @@ def attend(
     context: AttentionContext,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """Write ``k`` and ``v`` ``[T, HK, D]`` to the cache, then attend from ``q`` ``[T, HQ, D]`` -> ``[T, HQ,
-    D]``."""
+    """Write ``k`` and ``v`` ``[T, HK, D]`` to the cache, then attend from ``q``; returns ``[T, HQ, D]``."""
     write_kv(k, v, kv_cache, context.slot_mapping)
     return attend_cached(q, kv_cache, context, params)

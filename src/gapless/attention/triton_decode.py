@@ -279,9 +279,9 @@ def _merge_kernel(
 
 @functools.cache
 def device_facts(device: torch.device) -> tuple[int, int]:
-    """Compute capability (major) and number of multiprocessors; for the interpreter on a CPU, small ones."""
+    """Compute capability (major) and number of multiprocessors; for the interpreter on a CPU, the least."""
     if device.type != "cuda":
-        return 0, 4
+        return 0, 1
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count
 

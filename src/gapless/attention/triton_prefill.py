@@ -31,12 +31,12 @@ class PrefillConfig:
 CONFIGS: dict[tuple[int, int, int], PrefillConfig] = {
     (9, 64, 2): PrefillConfig(128, 128, 8, 3),
     (9, 128, 2): PrefillConfig(128, 128, 8, 2),
-    (9, 256, 2): PrefillConfig(128, 64, 8, 2),
+    (9, 256, 2): PrefillConfig(128, 32, 8, 2),
     (0, 64, 2): PrefillConfig(128, 64, 4, 2),
     (0, 128, 2): PrefillConfig(128, 32, 4, 2),
     (0, 256, 2): PrefillConfig(64, 32, 4, 2),
     (0, 64, 4): PrefillConfig(64, 32, 4, 2),
-    (0, 128, 4): PrefillConfig(32, 32, 4, 2),
+    (0, 128, 4): PrefillConfig(32, 16, 4, 2),
     (0, 256, 4): PrefillConfig(16, 16, 4, 1),
 }
 

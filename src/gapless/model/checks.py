@@ -28,7 +28,7 @@ from gapless.kv.spec import DTYPE_BYTES, KVSpec
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional", "longrope"})
-MIXERS = re.compile(r"mamba|deltanet|linearattention|shortconv|lightningattn|recurrent|rwkv|ssm|indexer|chunkedattn", re.I)
+MIXERS = re.compile("Mamba|DeltaNet|LinearAttention|ShortConv|Lightning|Recurrent|R[Ww][Kk][Vv]|SSM|xLSTM|Indexer")
 """Class names of parts that carry state from token to token outside of attention."""
 
 SURVEY_NAME = "gapless_survey"

@@ -77,10 +77,8 @@ def rope_qk_norm_kv_write(
         The queries ``[T, HQ, D]``, contiguous.
     """
     tokens, size = qkv.shape[0], kv_cache.shape[4]
-    q, k, v = (
-        part.view(tokens, -1, size)
-        for part in qkv.split((num_heads * size, num_kv_heads * size, num_kv_heads * size), -1)
-    )
+    heads = qkv.view(tokens, -1, size)
+    q, k, v = torch.tensor_split(heads, (num_heads, num_heads + num_kv_heads), dim=1)
     if q_norm_weight is not None:
         q = rms_norm(q, q_norm_weight, eps, offset)
     if k_norm_weight is not None:

@@ -24,14 +24,14 @@ def _rms_norm_kernel(
     sum_ptr,
     x_stride,
     residual_stride,
-    size,
     eps,
+    size: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK)
     inside = column < size
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
@@ -40,13 +40,13 @@ def _rms_norm_kernel(
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * size + column, x, mask=inside)
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + eps)[:, None]
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     normed = _scaled(wide * scale, weight, OFFSET, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * size + column, normed, mask=inside)
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, stride, size: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -207,8 +207,8 @@ def _rms_norm(
             total,
             rows.stride(0),
             other.stride(0),
-            size,
             eps,
+            size=size,
             BLOCK=block,
             ADD=residual is not None,
             OFFSET=offset,
@@ -225,7 +225,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     block = min(1024, triton.next_power_of_2(size))
     if rows.shape[0]:
         _silu_mul_kernel[(rows.shape[0], triton.cdiv(size, block))](
-            rows, out, rows.stride(0), size, BLOCK=block, num_warps=4
+            rows, out, rows.stride(0), size=size, BLOCK=block, num_warps=4
         )
     return out
 

@@ -223,10 +223,8 @@ class PieceDetokenizer:
 
     def _broken_run(self) -> str:
         assert self._run is not None
-        count, self._tail = (
-            len(self._run) - len(self._tail),
-            b"",
-        )  # the prompt's own bytes are not the output's
+        count = len(self._run) - len(self._tail)  # the prompt's own bytes are not the output's
+        self._tail = b""
         return self._chunk(_BROKEN * count)
 
     def _end_run(self) -> str:

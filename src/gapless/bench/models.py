@@ -1,0 +1,58 @@
+"""Models of real shapes with random weights: they run as fast as real ones and need no download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gapless.errors import ConfigError, did_you_mean
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {  # Llama-3.1-8B
+        "kind": "Llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "kind": "Qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "kind": "Llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 10240,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **changes: Any) -> Any:
+    """A ``transformers`` model of a named shape with random weights, made on its device.
+
+    Raises:
+        ConfigError: there is no shape of that name.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}.{did_you_mean(shape, SHAPES)} Known: {', '.join(SHAPES)}")
+    import transformers
+
+    options = {**SHAPES[shape], **changes}
+    kind = options.pop("kind")
+    config = getattr(transformers, f"{kind}Config")(**options, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    torch.manual_seed(seed)
+    with device:
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def step_bytes(model: Any, batch: int, context: float) -> float:
+    """Bytes that one decode step must read: all weights but the embedding table, and every token's key and value."""
+    config = model.config
+    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+    if not config.tie_word_embeddings:
+        table = model.get_input_embeddings().weight
+        weights -= table.numel() * table.element_size()
+    size = next(iter(model.parameters())).element_size()
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+    return float(weights + batch * context * per_token)

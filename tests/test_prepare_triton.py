@@ -1,0 +1,173 @@
+"""The Triton start of a step against a brute force and against the reference in torch.
+
+Without a GPU the file runs once more in a child process in which Triton interprets the kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from gapless.pipeline.layout import HEADER_WORDS, StepInputs
+from gapless.pipeline.prepare import StepIndices, arena_views
+from gapless.pipeline.prepare import prepare as prepare_reference
+from gapless.plan import RowLayout
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+GPU = torch.cuda.is_available()
+CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
+
+
+@pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
+def test_all_cases_in_the_interpreter() -> None:
+    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+class Step:
+    """A random step, padded to T tokens and S sequences, and what it must give, token by token."""
+
+    def __init__(
+        self, seed: int, query_lens: list[int], num_tokens: int, num_seqs: int, updates: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.layout = layout = RowLayout(max_num_seqs=num_seqs + 2, max_model_len=50, block_size=8)
+        arena = rng.integers(1, 99, layout.num_words).astype(np.int32)
+        s, t = len(query_lens), sum(query_lens)
+        rows = np.full(num_seqs, layout.null_row, np.int32)
+        rows[:s] = rng.permutation(layout.max_num_seqs)[:s]
+        starts = np.zeros(num_seqs, np.int32)
+        starts[:s] = [rng.integers(0, 51 - n) for n in query_lens]
+        loc = np.full(num_seqs + 1, t, np.int32)
+        loc[: s + 1] = np.concatenate(([0], np.cumsum(query_lens)))
+        ids, carry = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.uint8)
+        carry[:t] = rng.random(t) < 0.4
+        ids[:t] = np.where(carry[:t], 0, rng.integers(100, 200, t))
+        header = np.zeros(HEADER_WORDS, np.int32)
+        header[:3] = t, s, updates
+        words = rng.permutation(layout.num_words)[: updates + 3]
+        changes = np.stack((words, rng.integers(1, 99, updates + 3)), 1).astype(np.int32)
+        flags = np.zeros(num_seqs, np.int32)
+        self.inputs = [header, rows, starts, loc, flags, ids, carry, changes]
+        self.arena = arena.copy()
+
+        for word, value in changes[:updates]:
+            arena[word] = value
+        table = arena[: layout.block_tables_at].reshape(layout.num_rows, -1)
+        blocks = arena[layout.block_tables_at : layout.params_at].reshape(layout.num_rows, -1)
+        # A padding token: id 0, position 0, its offset in the null block.
+        out = [np.zeros(num_tokens, np.int64) for _ in range(3)] + [
+            np.zeros(num_seqs, np.int64) for _ in range(3)
+        ]
+        out[2][:] = np.arange(num_tokens) % layout.block_size
+        token = 0
+        for i, length in enumerate(query_lens):
+            for position in range(starts[i], starts[i] + length):
+                if not carry[token]:
+                    table[rows[i], position] = ids[token]
+                out[0][token], out[1][token] = table[rows[i], position], position
+                out[2][token] = blocks[rows[i], position // 8] * 8 + position % 8
+                token += 1
+            out[3][i] = out[5][i] = starts[i] + length
+            out[4][i] = token - 1
+        self.arena_after, self.out = arena, out
+
+    def run(self, triton: bool) -> None:
+        """Run one of the two and compare. The null row's tokens are nobody's."""
+        if triton:
+            from gapless.pipeline.prepare_triton import prepare
+        else:
+            prepare = prepare_reference
+        device = DEVICE if triton else "cpu"
+        num_tokens, num_seqs = len(self.out[0]), len(self.out[3])
+        words = torch.from_numpy(self.arena.copy()).to(device)
+        step = StepInputs(*(torch.from_numpy(a.copy()).to(device) for a in self.inputs))
+        long = [torch.full((n,), -7, device=device) for n in (num_tokens,) * 3 + (num_seqs,) * 2]
+        lens = torch.full((num_seqs,), -7, dtype=torch.int32, device=device)
+        indices = StepIndices(*long[:3], lens, *long[3:])
+        prepare(step, arena_views(words, self.layout), self.layout, indices)
+        got = [
+            indices.input_ids,
+            indices.positions,
+            indices.slot_mapping,
+            indices.seq_lens,
+            indices.logits_index,
+            indices.sample_positions,
+        ]
+        for g, expected in zip(got, self.out, strict=True):
+            assert g.tolist() == expected.tolist()
+        after = words.cpu().numpy()
+        null = self.layout.null_row * self.layout.max_model_len
+        assert (after[:null] == self.arena_after[:null]).all()
+        at = self.layout.block_tables_at
+        assert (after[at:] == self.arena_after[at:]).all()
+
+
+CASES = [
+    ([1], 1, 1, 0),
+    ([1, 1, 1], 4, 4, 5),
+    ([1] * 33, 40, 40, 700),
+    ([7], 16, 4, 9),
+    ([1, 20, 1, 3, 30], 64, 5, 40),
+    ([50, 1, 50, 49, 2], 160, 33, 3),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference(case: tuple[list[int], int, int, int]) -> None:
+    Step(0, *case).run(triton=False)
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_triton(case: tuple[list[int], int, int, int], seed: int) -> None:
+    Step(seed, *case).run(triton=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_graph_serves_steps_of_other_sizes() -> None:
+    """One capture, then other contents of the same slot: nothing but padded sizes is baked in."""
+    from gapless.pipeline.prepare_triton import prepare
+
+    steps = [
+        Step(s, lens, 64, 8, u)
+        for s, (lens, u) in enumerate([([1] * 8, 5), ([9, 40, 1], 30), ([64 - 20], 0)])
+    ]
+    device_inputs = [
+        torch.zeros(64 if a.ndim == 1 else (64, 2), dtype=torch.from_numpy(a).dtype, device="cuda")
+        for a in steps[0].inputs
+    ]
+    sizes = [len(a) for a in steps[0].inputs[:7]]
+    inputs = StepInputs(*(d[:n] for d, n in zip(device_inputs, sizes, strict=False)), device_inputs[7])
+    words = torch.zeros(steps[0].layout.num_words, dtype=torch.int32, device="cuda")
+    long = [torch.zeros(n, dtype=torch.int64, device="cuda") for n in (64, 64, 64, 8, 8)]
+    indices = StepIndices(*long[:3], torch.zeros(8, dtype=torch.int32, device="cuda"), *long[3:])
+
+    def work() -> None:
+        prepare(inputs, arena_views(words, steps[0].layout), steps[0].layout, indices)
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for step in steps:
+        for target, array in zip(device_inputs, step.inputs, strict=True):
+            target[: len(array)] = torch.from_numpy(array).cuda()
+        words.copy_(torch.from_numpy(step.arena))
+        graph.replay()
+        for g, expected in zip((*long[:3], *long[3:]), (*step.out[:3], *step.out[4:]), strict=True):
+            assert g.tolist() == expected.tolist()
