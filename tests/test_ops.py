@@ -40,10 +40,15 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 def close(got: torch.Tensor, expected: torch.Tensor, rounding_steps: int = 1) -> None:
     """Equal but for the order of sums, which may move a value to the next one of its dtype, a few times."""
     assert got.dtype == expected.dtype
-    error = torch.finfo(got.dtype).eps * (rounding_steps if got.dtype != torch.float32 else 8)
+    error = torch.finfo(got.dtype).eps * (8 if got.dtype == torch.float32 or truncates(got) else rounding_steps)
     torch.testing.assert_close(got, expected, rtol=error, atol=error / 4)
-    if got.dtype != torch.float32 and got.numel() > 500:
+    if got.dtype != torch.float32 and not truncates(got) and got.numel() > 500:
         assert (got == expected).float().mean() > 0.98
+
+
+def truncates(x: torch.Tensor) -> bool:
+    """The interpreter cuts bits off where a GPU rounds to nearest."""
+    return x.dtype == torch.bfloat16 and not GPU
 
 
 # ---- the reference against transformers --------------------------
@@ -182,11 +187,11 @@ def test_triton_rope(
     )
     assert got.shape == (tokens, heads, size)
     # A value that is a small difference of large ones keeps the rounding of these.
-    error = 4 * torch.finfo(dtype).eps
+    error = (16 if truncates(qkv) else 4) * torch.finfo(dtype).eps
     torch.testing.assert_close(got, expected, rtol=error, atol=error * 4)
     torch.testing.assert_close(caches[0], caches[1], rtol=error, atol=error * 4)
     assert torch.equal(caches[0][1], caches[1][1])
-    if not norm and table is None and dtype != torch.float32:
+    if not norm and table is None and dtype != torch.float32 and not truncates(qkv):
         assert torch.equal(got, expected)
         assert torch.equal(caches[0], caches[1])
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gapless.build import Progress, build
@@ -62,7 +63,8 @@ class EngineClient:
         if tokenizer == "auto":
             from gapless.model.loading import load_tokenizer
 
-            tokenizer = load_tokenizer(model)
+            named = isinstance(model, (str, Path))
+            tokenizer = load_tokenizer(model if named else getattr(getattr(model, "config", None), "_name_or_path", None))
         self.tokenizer = tokenizer
         built = build(model, config, self._messages.put, self._on_death, progress=progress)
         self.config = built.config

@@ -19,6 +19,7 @@ class Finished:
         token_ids: every new token, int32, a copy that the receiver owns; a prefix of what was asked for after an abort.
         stop_token: the id from ``stop_token_ids`` or the end-of-sequence id that ended it, else None.
         error: what went wrong when the reason is ERROR.
+        first_token_time: ``time.monotonic()`` when the first new token was committed; None without one.
     """
 
     id: int
@@ -27,6 +28,7 @@ class Finished:
     stop_token: int | None = None
     error: str | None = None
     num_preemptions: int = 0
+    first_token_time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class RowTable:
         self.features = np.zeros(rows, np.int32)
         self.ids = np.zeros(rows, np.int64)
         self.preemptions = np.zeros(rows, np.int32)
+        self.first_token_time = np.zeros(rows, np.float64)
         self.stop_ids = np.full((rows, MAX_STOP_TOKEN_IDS), -1, np.int32)
         self.tokens = np.zeros((rows, layout.max_model_len), np.int32)
         self.block_tables = np.zeros((rows, layout.max_blocks), np.int32)

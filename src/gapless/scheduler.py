@@ -364,6 +364,7 @@ class Scheduler:
         at = (plan.starts + plan.query_lens)[drew]
         r.tokens[rows, at] = drawn
         r.known[rows] = at + 1
+        r.first_token_time[rows[at == r.prompt_len[rows]]] = time.monotonic()
         stop = (drawn[:, None] == r.stop_ids[rows]).any(axis=1) & ~bad
         ended = bad | stop | (r.known[rows] == r.limit[rows])
         good = ~bad
@@ -408,7 +409,9 @@ class Scheduler:
         r.num_blocks[row] = 0
         r.finished[row] = True
         new = r.tokens[row, r.prompt_len[row] : r.known[row]].copy()
-        self._finished.append(Finished(int(r.ids[row]), new, reason, stop_token, error, int(r.preemptions[row])))
+        first = float(r.first_token_time[row]) if len(new) else None
+        preemptions = int(r.preemptions[row])
+        self._finished.append(Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first))
         self.stats.requests_finished += 1
         self._running = self._running[self._running != row]
         self._preempted.pop(row, None)

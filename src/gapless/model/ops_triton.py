@@ -165,8 +165,8 @@ def _rope_kernel(
 
 @triton.jit
 def _either(is_q, q_ptr, k_ptr, column, size):
-    q = tl.load(q_ptr + column, mask=is_q & (column < size), other=0.0)
-    k = tl.load(k_ptr + column, mask=(is_q == 0) & (column < size), other=0.0)
+    q = tl.load(q_ptr + column, mask=column < tl.where(is_q, size, 0), other=0.0)
+    k = tl.load(k_ptr + column, mask=column < tl.where(is_q, 0, size), other=0.0)
     return tl.where(is_q, q, k)
 
 

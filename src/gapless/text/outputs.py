@@ -128,7 +128,10 @@ class OutputProcessor:
             except Exception as error:
                 self._break(c.group, error, "detokenizing")
                 continue
-            c.group.metrics.num_preemptions += end.num_preemptions
+            metrics = c.group.metrics
+            metrics.num_preemptions += end.num_preemptions
+            if end.first_token_time is not None:
+                metrics.first_token_time = min(metrics.first_token_time or end.first_token_time, end.first_token_time)
             touched.setdefault(c.group, {})[c.index] = c
             self._close(c)
         for group, completions in touched.items():

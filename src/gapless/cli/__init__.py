@@ -1,0 +1,91 @@
+"""The command ``gapless``. Nothing heavy is imported before a subcommand runs, so that ``--help`` answers at once.
+
+A subcommand is a line in `COMMANDS` and a module with ``add_arguments(parser)`` and ``run(arguments) -> int``.
+
+Exit codes: 0, done. 2, an option or a prompt is wrong. 130, interrupted. 1, anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from gapless.cli.parser import CommandError, Parser, UsageError
+from gapless.errors import ConfigError, RequestError, UnsupportedModelError, did_you_mean
+
+COMMANDS = {
+    "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or standard input"),
+}
+"""Name: (module, one line of help)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Known errors are one line on standard error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse, after --help and --version
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:  # the reader has gone, such as `head`: what else is said would be an error at exit
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UsageError, ConfigError, RequestError) as error:
+        return _say(f"error: {error}", 2)
+    except (CommandError, UnsupportedModelError, OSError) as error:
+        return _say(f"error: {error}", 1)
+    return code
+
+
+def _say(text: str, code: int) -> int:
+    print("gapless: " + " ".join(text.split()), file=sys.stderr)
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    top = _top_parser()
+    chosen = top.parse(arguments[:1], "command").command
+    if not chosen:
+        top.print_help()
+        return 0
+    (name,) = chosen
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} Known: {', '.join(COMMANDS)}")
+    module, summary = COMMANDS[name]
+    command = importlib.import_module(module)
+    parser = Parser(prog=f"gapless {name}", description=command.__doc__ or summary)
+    command.add_arguments(parser)
+    code: int = command.run(parser.parse(arguments[1:], "prompts"))
+    return code
+
+
+def _top_parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    parser = Parser(
+        prog="gapless",
+        usage="gapless COMMAND [OPTION ...]",
+        description="Large-language-model generation in which the GPU never waits for the CPU.",
+        epilog=f"commands:\n{commands}\n\n`gapless COMMAND --help` lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    return parser
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        from gapless import __version__
+
+        print(f"gapless {__version__}")
+        parser.exit()

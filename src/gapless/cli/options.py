@@ -1,0 +1,101 @@
+"""Command-line options made from a dataclass: names, types, defaults, and help texts from its docstring.
+
+A field that is added to the dataclass is an option of every command at once. Only what the user gave is handed on, so
+the dataclass stays the one place for defaults and checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
+
+SPELLING = {("EngineConfig", "seed"): "engine-seed"}
+"""Options that are not spelt like their field, because another dataclass has a field of that name."""
+
+
+def _integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def either(text: str) -> Any:
+        return None if text.lower() == "none" else parse(text)
+
+    either.__name__ = parse.__name__  # what argparse calls it when it refuses a value
+    return either
+
+
+_KINDS: dict[Any, dict[str, Any]] = {
+    bool: {"action": argparse.BooleanOptionalAction},
+    int: {"type": int, "metavar": "N"},
+    float: {"type": float, "metavar": "X"},
+    str: {"metavar": "NAME"},
+    int | None: {"type": _or_none(int), "metavar": "N"},
+    float | None: {"type": _or_none(float), "metavar": "X"},
+    str | None: {"metavar": "NAME"},
+    str | Sequence[str]: {"action": "append", "metavar": "TEXT"},
+    Sequence[int]: {"type": _integers, "metavar": "N,N"},
+}
+_NOTES = {str | Sequence[str]: "; may be given several times"}
+
+
+def option_name(cls: type, field: str) -> str:
+    """``--max-tokens`` for ``max_tokens``."""
+    return "--" + SPELLING.get((cls.__name__, field), field.replace("_", "-"))
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type, title: str) -> None:
+    """One option per field of the dataclass ``cls``, in a group of their own.
+
+    Raises:
+        TypeError: a field's type is not in the table of this module.
+    """
+    group = parser.add_argument_group(title)
+    types, texts = get_type_hints(cls), attribute_docs(cls)
+    for field in fields(cls):
+        kind = types[field.name]
+        if kind not in _KINDS:
+            raise TypeError(f"{cls.__name__}.{field.name}: no command-line form of {kind} is known")
+        text = f"{texts.get(field.name, '')}{_NOTES.get(kind, '')} (default: {_default(field)})"
+        group.add_argument(
+            option_name(cls, field.name),
+            dest=f"{cls.__name__}.{field.name}",
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            **_KINDS[kind],
+        )
+
+
+def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """What the user gave of ``cls``, by field."""
+    prefix = f"{cls.__name__}."
+    values: Mapping[str, Any] = vars(arguments)
+    return {name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)}
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The texts of the ``Attributes:`` section of a docstring, by name."""
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    for line in section.splitlines():
+        if not line.startswith("    "):
+            break
+        if line[4] != " ":
+            head, _, text = line.strip().partition(": ")
+            names = head.split(", ")
+            texts.update(dict.fromkeys(names, text.strip()))
+        else:
+            texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+    return {name: text.replace("``", "").removesuffix(".") for name, text in texts.items()}
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default is MISSING or field.default in ((), None):
+        return "none"
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return str(field.default)
