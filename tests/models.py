@@ -1,7 +1,9 @@
-"""Tiny random models for tests: seconds to none to build, and with logits that differ enough for greedy tests.
+"""Tiny random models for tests: seconds to none to build, and with logits that differ enough for greedy
+tests.
 
-``tiny_llama()`` and the like return a ``transformers`` causal LM in fp32 on the CPU. Keyword arguments override the
-config. The seed fixes the weights. ``tiny("llama", ...)`` takes the kind as a string; `KINDS` lists them.
+``tiny_llama()`` and the like return a ``transformers`` causal LM in fp32 on the CPU. Keyword arguments
+override the config. The seed fixes the weights. ``tiny("llama", ...)`` takes the kind as a string; `KINDS`
+lists them.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 def tiny_of_config(config: Any, seed: int = 0) -> PreTrainedModel:
     """A random model of any config, eager attention, eval mode; biases and sinks random as well."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "sinks" in name:

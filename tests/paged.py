@@ -14,7 +14,8 @@ BLOCK = 4
 
 
 class PagedDriver:
-    """Runs steps of rows whose tokens it keeps, over scrambled blocks; the last row of the tables is the null row."""
+    """Runs steps of rows whose tokens it keeps, over scrambled blocks; the last row of the tables is the null
+    row."""
 
     def __init__(self, model: CausalModel, num_rows: int, max_len: int, seed: int = 0) -> None:
         self.model = model
@@ -24,13 +25,17 @@ class PagedDriver:
         table = torch.tensor(blocks, dtype=torch.int32).view(num_rows, per_row)
         self.tables = torch.cat([table, torch.zeros(1, per_row, dtype=torch.int32)])
         self.caches = [
-            torch.full((2, len(blocks) + 1, BLOCK, spec.num_kv_heads, spec.head_dim_k), 1e3, dtype=model.dtype)
+            torch.full(
+                (2, len(blocks) + 1, BLOCK, spec.num_kv_heads, spec.head_dim_k), 1e3, dtype=model.dtype
+            )
             for spec in model.kv_specs
         ]
         self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
         self.done = [0] * num_rows
 
-    def step(self, new: Sequence[tuple[int, int]], pad_sequences: int = 0, pad_tokens: int = 0) -> torch.Tensor:
+    def step(
+        self, new: Sequence[tuple[int, int]], pad_sequences: int = 0, pad_tokens: int = 0
+    ) -> torch.Tensor:
         """Compute (row, number of tokens) pairs; logits ``[S, vocab_size]`` of each row's last new token."""
         ids, positions, slots, starts = [], [], [], [0]
         for row, count in new:
@@ -44,20 +49,26 @@ class PagedDriver:
             kv_caches=self.caches,
             slot_mapping=torch.tensor(slots + [0] * pad_tokens),
             query_start_loc=torch.tensor(starts + [starts[-1]] * pad_sequences, dtype=torch.int32),
-            seq_lens=torch.tensor([self.done[row] for row, _ in new] + [0] * pad_sequences, dtype=torch.int32),
-            rows=torch.tensor([row for row, _ in new] + [len(self.tables) - 1] * pad_sequences, dtype=torch.int32),
+            seq_lens=torch.tensor(
+                [self.done[row] for row, _ in new] + [0] * pad_sequences, dtype=torch.int32
+            ),
+            rows=torch.tensor(
+                [row for row, _ in new] + [len(self.tables) - 1] * pad_sequences, dtype=torch.int32
+            ),
             block_tables=self.tables,
             block_size=BLOCK,
             decode_only=len(ids) == len(new),
         )
         last = torch.tensor([end - 1 for end in starts[1:]] + [0] * pad_sequences)
-        logits = self.model.forward(
-            torch.tensor(ids + [0] * pad_tokens), torch.tensor(positions + [0] * pad_tokens), context, last
-        )
+        logits = torch.empty(len(last), self.model.vocab_size, dtype=self.model.dtype)
+        tokens = torch.tensor(ids + [0] * pad_tokens)
+        self.model.forward(tokens, torch.tensor(positions + [0] * pad_tokens), context, last, logits)
         return logits[: len(new)]
 
 
-def greedy(model: CausalModel, prompts: list[list[int]], steps: int, pad: int = 0) -> tuple[list[list[int]], torch.Tensor]:
+def greedy(
+    model: CausalModel, prompts: list[list[int]], steps: int, pad: int = 0
+) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens of each prompt, all in one batch, the first prompt in chunks so that steps are mixed.
 
     Returns the new tokens and the logits ``[prompts, steps, vocab_size]``.

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from gapless.attention import reference
+from gapless.attention import reference, rows
 from gapless.attention.context import AttentionContext, AttentionParams
 
 STALE = 1e4  # what unused places of the pool hold: a leak of it cannot be missed
@@ -34,10 +34,10 @@ def make_step(
     tables = torch.randint(
         -(2**31), 2**31 - 1, (num_rows + 1, blocks_per_row), dtype=torch.int64
     ).int()  # stale
-    rows = rng.sample(range(num_rows), len(lengths))
+    row_of = rng.sample(range(num_rows), len(lengths))
     cache = torch.full((2, sum(needed) + 5, block, kv_heads, size), STALE, dtype=dtype)
     starts, slots = [0], []
-    for (new, length), row, count in zip(lengths, rows, needed, strict=True):
+    for (new, length), row, count in zip(lengths, row_of, needed, strict=True):
         table = [free.pop() for _ in range(count)]
         tables[row, :count] = torch.tensor(table, dtype=torch.int32)
         places = [table[p // block] * block + p % block for p in range(length)]
@@ -54,7 +54,7 @@ def make_step(
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
         query_start_loc=torch.tensor(starts + [starts[-1]] * pad_sequences, dtype=torch.int32),
         seq_lens=torch.tensor([length for _, length in lengths] + [0] * pad_sequences, dtype=torch.int32),
-        rows=torch.tensor(rows + [num_rows] * pad_sequences, dtype=torch.int32),
+        rows=torch.tensor(row_of + [num_rows] * pad_sequences, dtype=torch.int32),
         block_tables=tables,
         block_size=block,
         decode_only=all(new == 1 for new, _ in lengths) and not pad_tokens,
@@ -136,7 +136,7 @@ def test_dtypes(dtype: torch.dtype, sinks: bool) -> None:
 
 
 def test_gathering_form_equals_in_place_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_sparse_kernels_work", lambda device, dtype: False)
+    monkeypatch.setattr(rows, "_sparse_kernels_work", lambda device, dtype: False)
     for softcap in (None, 5.0):
         step = make_step(random.Random(8), [(1, 30), (1, 9), (2, 20)], heads=6, kv_heads=2, size=16, block=8)
         check(*step, AttentionParams(scale=0.25, window=11, softcap=softcap), 1e-10)
@@ -144,16 +144,16 @@ def test_gathering_form_equals_in_place_form(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sparse_kernels_are_used_here() -> None:
     """A torch build that loses them would make the CPU slow without a word."""
-    assert reference._sparse_kernels_work("cpu", torch.float32)
+    assert rows._sparse_kernels_work("cpu", torch.float32)
 
 
 def test_very_different_lengths_make_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "GROUP_COST", 3000)
+    monkeypatch.setattr(rows, "GROUP_COST", 3000)
     lengths = [(1, 4), (1, 600), (1, 5), (1, 590), (1, 300), (1, 3)] + [(1, 8)] * 4
     step = make_step(random.Random(9), lengths, heads=8, kv_heads=2, size=8, block=16)
     params = AttentionParams(scale=0.3)
     check(*step, params, 1e-10)
-    made = [value for value in step[-1].scratch.values() if isinstance(value, reference._Groups)]
+    made = [value for value in step[-1].scratch.values() if isinstance(value, rows._Groups)]
     assert len(made) == 1
     assert 2 <= len(made[0].groups) <= 4
 

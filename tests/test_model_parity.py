@@ -7,14 +7,14 @@ import threading
 
 import pytest
 import torch
-from models import FOUR_KINDS, MORE_KINDS, VOCAB_SIZE, tiny
-from paged import PagedDriver, greedy
 from transformers import PreTrainedModel
 
 from gapless.model.adapter import TransformersModel
 from gapless.model.loading import load_model, load_tokenizer
 from gapless.model.probe import probe_parity
 from gapless.model.smollm2 import smollm2_folder
+from models import FOUR_KINDS, MORE_KINDS, VOCAB_SIZE, tiny
+from paged import PagedDriver, greedy
 
 
 def generate(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
@@ -126,12 +126,16 @@ def test_attention_backend_is_called_for_every_layer() -> None:
         return reference.attend_brute(*args)  # type: ignore[arg-type]
 
     model = tiny("qwen3")
-    assert greedy(TransformersModel(model, attention=backend), [[3, 4, 5]], 3)[0][0] == generate(model, [3, 4, 5], 3)[0]
+    assert (
+        greedy(TransformersModel(model, attention=backend), [[3, 4, 5]], 3)[0][0]
+        == generate(model, [3, 4, 5], 3)[0]
+    )
     assert len(calls) == 3 * 3
 
 
 def test_longrope_is_fixed_by_the_longest_context() -> None:
-    """Short factors equal transformers within the original context; long ones do not change with the batch."""
+    """Short factors equal transformers within the original context; long ones do not change with the
+    batch."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -152,10 +156,16 @@ def test_longrope_is_fixed_by_the_longest_context() -> None:
     alone.tokens = [[7] * 30]
     both = PagedDriver(long, 2, 200)
     both.tokens = [[7] * 30, [9] * 120]
-    torch.testing.assert_close(both.step([(0, 30), (1, 120)])[0], alone.step([(0, 30)])[0], atol=1e-4, rtol=1e-4)
-    over = [3 + i % 90 for i in range(100)]  # beyond the original context, transformers takes the long factors too
+    torch.testing.assert_close(
+        both.step([(0, 30), (1, 120)])[0], alone.step([(0, 30)])[0], atol=1e-4, rtol=1e-4
+    )
+    over = [
+        3 + i % 90 for i in range(100)
+    ]  # beyond the original context, transformers takes the long factors too
     assert greedy(long, [over], 8)[0][0] == generate(model, over, 8)[0]
-    assert greedy(short, [prompt], 5)[0][0] == generate(model, prompt, 5)[0]  # the long copy changed nothing here
+    assert (
+        greedy(short, [prompt], 5)[0][0] == generate(model, prompt, 5)[0]
+    )  # the long copy changed nothing here
 
 
 @pytest.mark.model
@@ -165,9 +175,18 @@ def test_smollm2_equals_transformers() -> None:
     loaded = load_model(smollm2_folder(), device=torch.device("cpu"))
     tokenizer = load_tokenizer(loaded.tokenizer_source)
     assert tokenizer is not None
-    questions = ["What is 2+2?", "Name a colour.", "Why is the sky blue?", "Hi", "Write a haiku.", "Who wrote Hamlet?"]
+    questions = [
+        "What is 2+2?",
+        "Name a colour.",
+        "Why is the sky blue?",
+        "Hi",
+        "Write a haiku.",
+        "Who wrote Hamlet?",
+    ]
     texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True
+        )
         for q in questions
     ] + ["The capital of France is", "1, 2, 3, 4,"]
     prompts = [tokenizer(text)["input_ids"] for text in texts]

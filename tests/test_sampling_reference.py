@@ -130,8 +130,8 @@ def random_batch(seed: int, vocab: int, num_rows: int) -> tuple[torch.Tensor, li
 
 @pytest.mark.parametrize("vocab", [1, 2, 5, 97, 256, 700, 1500])
 def test_equals_brute_force(vocab: int) -> None:
-    for seed in range(4):
-        logits, rows = random_batch(seed, vocab, 48)
+    for seed in range(3):
+        logits, rows = random_batch(seed, vocab, 40)
         got = sample(logits, *params(rows), ALL).tolist()
         for s, row in enumerate(rows):
             assert got[s] in oracle(logits[s].double().numpy(), row, 1e-6), (seed, s, row)

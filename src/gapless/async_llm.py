@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
-from gapless.errors import EngineDeadError
+from gapless.errors import EngineClosedError, EngineDeadError
 from gapless.request import RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
@@ -49,8 +50,9 @@ class AsyncLLM:
             EngineDeadError: the engine stopped, with the cause.
         """
         encoded = self._client.encode(prompt)
-        async for output in self._run(encoded, sampling_params, request_id, mode):
-            yield output
+        async with aclosing(self._run(encoded, sampling_params, request_id, mode)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -63,8 +65,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see `generate`. ``template_options`` go to the chat template."""
         encoded = self._client.encode_chat(messages, **template_options)
-        async for output in self._run(encoded, sampling_params, request_id, mode):
-            yield output
+        async with aclosing(self._run(encoded, sampling_params, request_id, mode)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _run(
         self, encoded: EncodedPrompt, params: SamplingParams | None, request_id: str | None, mode: OutputMode
@@ -152,6 +155,8 @@ class _Mailbox:
         await self._ready.wait()
         with self._lock:
             self._ready.clear()
+            if isinstance(self._error, EngineClosedError):
+                raise EngineClosedError(str(self._error)) from self._error
             if self._error is not None:
                 raise EngineDeadError(f"the request did not end: {self._error!r}") from self._error
             output, self._output = self._output, None

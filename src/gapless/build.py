@@ -18,7 +18,7 @@ from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
 from gapless.engine import Engine
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels, reference_kernels
@@ -169,6 +169,7 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
     from gapless.attention import triton as attention
     from gapless.model import ops_triton
     from gapless.model.fused import NotFusable, fuse
+    from gapless.model.probe import probe_parity
 
     plain = load_model(
         source,
@@ -187,7 +188,7 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
             attend=attention.attend_cached,
         )
         if config.check_model:
-            probe_parity(fused, plain)
+            probe_parity(plain, fast=fused)
     except (NotFusable, UnsupportedModelError) as error:
         logger.warning("%s runs unfused: %s", plain.name, error)
         return plain

@@ -20,7 +20,7 @@ from typing import Any
 from gapless.build import Progress, build
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
-from gapless.errors import EngineClosedError, RequestError
+from gapless.errors import EngineClosedError, RequestError, naming_prompt
 from gapless.messages import StepMessage
 from gapless.request import MAX_STOP_TOKEN_IDS, FinishReason, Request, RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
@@ -96,13 +96,9 @@ class EngineClient:
         requests: list[Request] = []
         groups: list[RequestGroup] = []
         for i, submission in enumerate(submissions):
-            try:
+            with naming_prompt(i, len(submissions)):
                 made = self._requests(submission)
                 groups.append(self._group(submission, made))
-            except RequestError as error:
-                if len(submissions) > 1:
-                    error.add_note(f"in prompt {i} of {len(submissions)}")
-                raise
             requests.extend(made)
         for group in groups:
             self._outputs.add(group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class ConfigError(ValueError):
@@ -11,7 +12,28 @@ class ConfigError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request cannot be served. Only this request is refused; the others are not touched."""
+    """A request cannot be served. Only this request is refused; the others are not touched.
+
+    Attributes:
+        prompt_index: which of several prompts of one call it is about, from 0; the text begins with it.
+    """
+
+    prompt_index: int | None = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.prompt_index is None else f"prompt {self.prompt_index}: {text}"
+
+
+@contextlib.contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """A `RequestError` from within says which of ``count`` prompts it is about."""
+    try:
+        yield
+    except RequestError as error:
+        if count > 1:
+            error.prompt_index = index
+        raise
 
 
 class UnsupportedModelError(ValueError):

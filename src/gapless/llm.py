@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
-from gapless.errors import EngineDeadError, RequestError
+from gapless.errors import EngineClosedError, EngineDeadError, RequestError, naming_prompt
 from gapless.request import RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
@@ -52,7 +53,7 @@ class LLM:
             EngineDeadError: the engine stopped, with the cause.
         """
         many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        return self._run([self._client.encode(p) for p in many], sampling_params, use_tqdm)
+        return self._run(self._encoded(many, self._client.encode), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -67,7 +68,16 @@ class LLM:
         """
         one = bool(conversations) and isinstance(conversations[0], dict)
         many = [conversations] if one else conversations
-        return self._run([self._client.encode_chat(c, **template_options) for c in many], sampling_params, use_tqdm)
+        encode = functools.partial(self._client.encode_chat, **template_options)
+        return self._run(self._encoded(many, encode), sampling_params, use_tqdm)
+
+    @staticmethod
+    def _encoded(prompts: Sequence[Any], encode: Callable[[Any], EncodedPrompt]) -> list[EncodedPrompt]:
+        encoded = []
+        for i, prompt in enumerate(prompts):
+            with naming_prompt(i, len(prompts)):
+                encoded.append(encode(prompt))
+        return encoded
 
     def _run(
         self,
@@ -128,8 +138,14 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    kind = type(params).__name__
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling_params of type {kind} are not allowed: give a SamplingParams or a list of them")
     if len(params) != count:
         raise RequestError(f"{count} prompts but {len(params)} sampling_params: give one for all, or one for each")
+    for i, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"sampling_params[{i}] is of type {type(each).__name__}: give a SamplingParams")
     return list(params)
 
 
@@ -170,6 +186,8 @@ class _Collector:
 
     def wait(self) -> list[RequestOutput]:
         self._done.wait()
+        if isinstance(self._error, EngineClosedError):
+            raise EngineClosedError(str(self._error)) from self._error
         if self._error is not None:
             raise EngineDeadError(f"the request did not end: {self._error!r}") from self._error
         return [output for output in self._outputs if output is not None]

@@ -47,6 +47,12 @@ def _integer(name: str, value: object, low: int, allowed: str, high: int | None 
         raise _refuse(name, value, allowed)
 
 
+def _items(name: str, value: Any, allowed: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence):
+        raise _refuse(name, value, allowed)
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
@@ -92,13 +98,15 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for s in stop:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        allowed = "a string or a list of strings, none of them empty"
+        for s in _items("stop", stop, allowed):
             if not isinstance(s, str) or not s:
-                raise _refuse("stop", self.stop, "a string or a list of strings, none of them empty")
-        object.__setattr__(self, "stop", stop)
-        for t in self.stop_token_ids:
-            _integer("stop_token_ids", t, 0, "a list of token ids, each an integer >= 0")
+                raise _refuse("stop", self.stop, allowed)
+        object.__setattr__(self, "stop", tuple(stop))
+        allowed = "a list of token ids, each an integer >= 0"
+        for t in _items("stop_token_ids", self.stop_token_ids, allowed):
+            _integer("stop_token_ids", t, 0, allowed)
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):

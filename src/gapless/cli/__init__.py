@@ -1,6 +1,6 @@
-"""The command ``gapless``. Nothing heavy is imported before a subcommand runs, so that ``--help`` answers at once.
+"""The command ``gapless``. Nothing heavy is imported before a subcommand runs: ``--help`` answers at once.
 
-A subcommand is a line in `COMMANDS` and a module with ``add_arguments(parser)`` and ``run(arguments) -> int``.
+A subcommand is a line in `COMMANDS` and a module with ``add_arguments(parser)``, ``run(arguments) -> int``.
 
 Exit codes: 0, done. 2, an option or a prompt is wrong. 130, interrupted. 1, anything else.
 """
@@ -18,7 +18,7 @@ from gapless.cli.parser import CommandError, Parser, UsageError
 from gapless.errors import ConfigError, RequestError, UnsupportedModelError, did_you_mean
 
 COMMANDS = {
-    "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or standard input"),
+    "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
 }
 """Name: (module, one line of help)."""
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except BrokenPipeError:  # the reader has gone, such as `head`: what else is said would be an error at exit
+    except BrokenPipeError:  # the reader has left, as `head` does; flushing again at exit would fail again
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -57,7 +57,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     (name,) = chosen
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} Known: {', '.join(COMMANDS)}")
+        near = did_you_mean(name, COMMANDS)
+        raise UsageError(f"unknown command {name!r}.{near} Known: {', '.join(COMMANDS)}")
     module, summary = COMMANDS[name]
     command = importlib.import_module(module)
     parser = Parser(prog=f"gapless {name}", description=command.__doc__ or summary)

@@ -1,5 +1,5 @@
-"""Complete prompts, or answer them with --chat, many at once. PROMPT is a text; without any, --file or standard input
-is read. The model of the examples is had with --model smollm2.
+"""Complete prompts, or answer them with --chat, many at once. PROMPT is a text; without any, --file or
+standard input is read.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", required=True, help=model)
     parser.add_argument("--file", help="prompts, one a line; .jsonl: an object a line; - is standard input")
     parser.add_argument("--input-format", choices=FORMATS, help="of the file (default: by its name)")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model")
     parser.add_argument("--output", metavar="FILE", help="where results go (default: standard output)")
-    parser.add_argument("--format", choices=FORMATS, help="of the results (default: by the name of FILE, else text)")
+    parser.add_argument("--format", choices=FORMATS, help="of the results (default: by FILE's name)")
     parser.add_argument("--quiet", action="store_true", help="no log on standard error")
     add_options(parser, SamplingParams, "sampling")
     add_options(parser, EngineConfig, "engine")
@@ -73,7 +73,7 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
         raise UsageError("prompts were given both as arguments and with --file: use one of them")
     if texts:
         if arguments.input_format == "jsonl":
-            raise UsageError("--input-format is for --file and standard input; the prompts were given as arguments")
+            raise UsageError("--input-format is for --file and standard input, not for arguments")
         return jobs_from_arguments(texts, parameters, arguments.chat)
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give some as arguments, with --file, or on standard input")
@@ -93,7 +93,8 @@ def _target(output: str | None) -> Path | None:
         return None
     path = Path(output)
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--output {output}: " + ("is a folder" if path.is_dir() else f"no folder {path.parent}"))
+        problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UsageError(f"--output {output}: {problem}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"--output {output}: no permission to write")
     return path
@@ -154,8 +155,7 @@ def _submit(client: EngineClient, jobs: list[Job], inbox: queue.SimpleQueue[Any]
     try:
         client.submit(submissions)
     except RequestError as error:
-        where = jobs[error.prompt_index or 0].where
-        raise RequestError(f"{where}: {error}") from error
+        raise RequestError(f"{jobs[error.prompt_index or 0].where}: {error.args[0]}") from error
 
 
 def _take(inbox: queue.SimpleQueue[Any]) -> tuple[int, RequestOutput]:
@@ -193,4 +193,5 @@ def _batch(client: EngineClient, jobs: list[Job], writer: Writer, beside: IO[str
             bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
             bar.update()
     seconds = time.perf_counter() - start
-    logger.info("%d prompts, %d new tokens in %.2f s: %.1f tokens/s", len(jobs), tokens, seconds, tokens / seconds)
+    rate = tokens / seconds
+    logger.info("%d prompts, %d new tokens in %.2f s: %.1f tokens/s", len(jobs), tokens, seconds, rate)

@@ -1,7 +1,7 @@
 """Command-line options made from a dataclass: names, types, defaults, and help texts from its docstring.
 
-A field that is added to the dataclass is an option of every command at once. Only what the user gave is handed on, so
-the dataclass stays the one place for defaults and checks.
+A field that is added to the dataclass is an option of every command at once. Only what the user gave is
+handed on, so the dataclass stays the one place for defaults and checks.
 """
 
 from __future__ import annotations

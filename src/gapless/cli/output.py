@@ -17,7 +17,7 @@ class Writer:
 
     Args:
         file: text, UTF-8.
-        jobs: decide order and number. A single text result is written alone; of several, each has a title line.
+        jobs: decide the order. A single text is written alone; of several, each has a title line.
         jsonl: one object a line instead of text.
     """
 

@@ -1,4 +1,4 @@
-"""An argument parser that never guesses: no abbreviations, and a misspelt option names the nearest right one."""
+"""An argument parser that never guesses: no abbreviations; a misspelt option names the nearest right one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CommandError(RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are `UsageError`. Options may stand before, between and after the other arguments; after ``--`` none."""
+    """Errors are `UsageError`. Options may stand between the other arguments, but not after ``--``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)

@@ -1,7 +1,7 @@
 """Prompts from arguments, files and standard input, checked line by line before anything heavy starts.
 
-A text file has one prompt a line. A JSONL file has one object a line: ``prompt``, ``prompt_token_ids`` or ``messages``,
-and any field of `SamplingParams`, which counts for that line instead of the command's options.
+A text file has one prompt a line. A JSONL file has one object a line: ``prompt``, ``prompt_token_ids`` or
+``messages``, and any field of `SamplingParams`, which counts for that line instead of the command's options.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Job:
         if self.messages is not None:
             text = str(self.messages[-1].get("content", ""))
         else:
-            text = self.prompt if isinstance(self.prompt, str) else str((self.prompt or {}).get("prompt_token_ids"))
+            text = self.prompt if isinstance(self.prompt, str) else str(self.prompt)
         text = " ".join(text.split())
         return text if len(text) <= 80 else text[:77] + "..."
 
@@ -75,7 +75,8 @@ def jobs_from_file(path: str, jsonl: bool | None, parameters: Mapping[str, Any],
             continue
         where = f"{name}:{number}"
         try:
-            jobs.append(_json_job(where, line, parameters, chat) if jsonl else _text_job(where, line, base, chat))
+            job = _json_job(where, line, parameters, chat) if jsonl else _text_job(where, line, base, chat)
+            jobs.append(job)
         except (UsageError, RequestError) as error:
             errors.append(f"{where}: {error}")
     if errors:
@@ -110,7 +111,7 @@ def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool) 
     except json.JSONDecodeError as error:
         raise UsageError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
-        raise UsageError(f"a line must be a JSON object, such as {{\"prompt\": \"Hello\"}}, not {line.strip()[:40]!r}")
+        raise UsageError(f'a JSON object is needed, such as {{"prompt": "Hello"}}, not {line.strip()[:40]!r}')
     known = (*PROMPT_KEYS, *_PARAMETERS)
     for key in record:
         if key not in known:
@@ -128,5 +129,5 @@ def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool) 
             raise UsageError(f"prompt={value!r} is not allowed: a text")
         return _text_job(where, value, params, chat)
     if chat:
-        raise UsageError("prompt_token_ids do not go through a chat template: leave out --chat, or give messages")
+        raise UsageError("prompt_token_ids cannot go through a chat template: drop --chat, or give messages")
     return Job(where, params, prompt={"prompt_token_ids": value})

@@ -1,12 +1,13 @@
 """TransformersModel: an unmodified ``transformers`` causal LM as the engine's `CausalModel`.
 
-The model runs packed: one batch entry, the tokens of all requests one after the other, each with its position. Two
-things make that possible without a change to the model's code. Its attention function is ours, registered under a name
-of its own in ``AttentionInterface`` and in no mask registry, so that no mask is ever built. And the step reaches that
-function as a private keyword argument, which every decoder hands through to its attention layers. There is no other
-channel: nothing of a step or an engine is kept in this module, and engines in several threads do not meet.
+The model runs packed: one batch entry, the tokens of all requests one after the other, each with its
+position. Two things make that possible without a change to the model's code. Its attention function is ours,
+registered under a name of its own in ``AttentionInterface`` and in no mask registry, so that no mask is ever
+built. And the step reaches that function as a private keyword argument, which every decoder hands through to
+its attention layers. There is no other channel: nothing of a step or an engine is kept in this module, and
+engines in several threads do not meet.
 
-A caller's model is never changed. The module tree and the config are copied; parameters and buffers are shared.
+A caller's model is never changed: the module tree and the config are copied, parameters and buffers shared.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from gapless.model import checks
 AttentionBackend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor
 ]
-"""``(q [T, HQ, D], k, v [T, HK, D], kv_cache [2, N, B, HK, D], context, params) -> [T, HQ, D]``; writes the cache."""
+"""``(q [T, HQ, D], k, v [T, HK, D], kv_cache [2, N, B, HK, D], context, params) -> [T, HQ, D]``."""
 
 ATTENTION_NAME = "gapless"
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What our attention function finds on an attention module: its place in ``kv_caches`` and its constants."""
+    """What our attention function finds on its module: the place in ``kv_caches`` and the constants."""
 
     index: int
     params: AttentionParams
@@ -83,12 +84,12 @@ class TransformersModel:
     """Implements `gapless.model.base.CausalModel`; see there for the attributes.
 
     Args:
-        model: a causal LM of ``transformers`` on one device. It is copied, sharing parameters and buffers; a change
-            of a weight in place is seen here too.
+        model: a causal LM of ``transformers`` on one device. It is copied, sharing parameters and buffers; a
+            change of a weight in place is seen here too.
         attention: runs one layer's attention.
         name: for logs, default the config's name.
-        max_model_len: longest context that will be asked for. It matters only to RoPE "longrope", whose factors are
-            fixed here (see `checks.fix_longrope`).
+        max_model_len: longest context that will be asked for. It matters only to RoPE "longrope", whose
+            factors are fixed here (see `checks.fix_longrope`).
 
     Raises:
         UnsupportedModelError: the model holds a part that would be computed wrongly.
@@ -129,9 +130,10 @@ class TransformersModel:
         positions: torch.Tensor,
         context: AttentionContext,
         logits_index: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `CausalModel.forward`: ids and positions ``[T]``, logits_index ``[S]`` -> ``[S, vocab_size]``."""
-        # no_grad and not inference_mode: tensors made here must stay usable by a trainer that shares the weights.
+        out: torch.Tensor,
+    ) -> None:
+        """See `CausalModel.forward`: ids, positions ``[T]``, logits_index ``[S]``, out ``[S, vocab_size]``."""
+        # no_grad, not inference_mode, whose tensors a trainer that shares the weights could not use.
         with torch.no_grad():
             output = self.module(
                 input_ids=input_ids[None],
@@ -141,23 +143,26 @@ class TransformersModel:
                 logits_to_keep=logits_index,
                 gapless_step=_Step(context, self.attention),
             )
-        logits: torch.Tensor = output.logits
-        return logits[0]
+        out.copy_(output.logits[0])
 
     def _choose_experts(self) -> None:
         """On a GPU, take the form of mixture-of-experts layers that never waits for the device."""
         chooses = getattr(self.module, "_can_set_experts_implementation", None)
         if self.device.type == "cuda" and chooses is not None and chooses():
             # The grouped matmul has no fp32 form that a CUDA graph could hold.
-            self.module.set_experts_implementation("batched_mm" if self.dtype == torch.float32 else "grouped_mm")
+            self.module.set_experts_implementation(
+                "batched_mm" if self.dtype == torch.float32 else "grouped_mm"
+            )
 
 
 def private_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The module tree and config copied, parameters and buffers shared; in eval mode, without the caller's hooks."""
+    """The module tree and config copied, parameters and buffers shared; in eval mode."""
     devices = {tensor.device for tensor in model.parameters()}
     if len(devices) != 1:
         listed = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedModelError(f"{type(model).__name__} lies on several devices ({listed}); move it to one")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} lies on several devices ({listed}); move it to one"
+        )
     shared: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     shared.update((id(tensor), tensor) for tensor in model.buffers())
     copied = copy.deepcopy(model, shared)

@@ -4,9 +4,9 @@ Three looks at a model, from cheap to thorough; `gapless.model.probe` is the fou
 1. `check_config`: the configuration alone, before weights are read: layer kinds, RoPE types, encoders.
 2. `check_modules`: the module tree: parts that mix tokens and are not attention.
 3. `survey`: one forward of a few tokens with a recording attention function. It tells for each layer what its
-   attention is called with, and which mask the model asks ``transformers`` for. The mask is a function of (query
-   position, key position): it is evaluated on a grid around every edge that matters, and must be what our attention
-   computes, causal or a causal window.
+   attention is called with, and which mask the model asks ``transformers`` for. The mask is a function of
+   (query position, key position): it is evaluated on a grid around every edge that matters, and must be what
+   our attention computes, causal or a causal window.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from gapless.kv.spec import DTYPE_BYTES, KVSpec
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional", "longrope"})
-MIXERS = re.compile("Mamba|DeltaNet|LinearAttention|ShortConv|Lightning|Recurrent|R[Ww][Kk][Vv]|SSM|xLSTM|Indexer")
+MIXERS = re.compile(
+    "Mamba|DeltaNet|LinearAttention|ShortConv|Lightning|Recurrent|R[Ww][Kk][Vv]|SSM|xLSTM|Indexer"
+)
 """Class names of parts that carry state from token to token outside of attention."""
 
 SURVEY_NAME = "gapless_survey"
-HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "position_embeddings"})
-"""Keyword arguments of attention that change nothing here: no dropout, causal by definition, positions known."""
+HARMLESS = frozenset(
+    {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "position_embeddings"}
+)
+"""Keyword arguments that change nothing here: no dropout, causal by definition, positions known."""
 
 UNBOUNDED = 1 << 20
 """``max_position`` of a model whose config names no limit."""
@@ -50,25 +54,31 @@ def check_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{kind}: encoder-decoder models are not supported, only decoders")
     for part in ("vision_config", "audio_config", "text_config"):
         if getattr(config, part, None) is not None:
-            raise UnsupportedModelError(f"{kind}: has a {part}; only models of text alone are supported, load the text part")
+            raise UnsupportedModelError(
+                f"{kind}: has a {part}; only models of text alone are supported, load the text part"
+            )
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(f"{kind}: attends in both directions; only causal attention is supported")
     odd = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - LAYER_TYPES)
     if odd:
-        raise UnsupportedModelError(f"{kind}: layers of type {', '.join(odd)} are not supported, only {_names(LAYER_TYPES)}")
+        raise UnsupportedModelError(
+            f"{kind}: layers of type {', '.join(odd)} are not supported, only {_names(LAYER_TYPES)}"
+        )
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
         rope_type = rope.get("rope_type", "default")
         if rope_type == "dynamic":
             raise UnsupportedModelError(
-                f"{kind}: RoPE type 'dynamic' scales by the longest row of a batch, so that rows would change each other; "
-                "set rope_parameters to 'yarn' or 'linear' with a fixed factor"
+                f"{kind}: RoPE type 'dynamic' scales by the longest row of a batch, so that rows would "
+                "change each other; set rope_parameters to 'yarn' or 'linear' with a fixed factor"
             )
         if rope_type not in ROPE_TYPES:
-            raise UnsupportedModelError(f"{kind}: RoPE type {rope_type!r} is not supported, only {_names(ROPE_TYPES)}")
+            raise UnsupportedModelError(
+                f"{kind}: RoPE type {rope_type!r} is not supported, only {_names(ROPE_TYPES)}"
+            )
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """Refuse parts that mix tokens and are not attention: a convolution would mix neighbours of a packed batch.
+    """Refuse parts that mix tokens and are not attention: a convolution would mix packed neighbours.
 
     Raises:
         UnsupportedModelError: naming the module and its class.
@@ -76,8 +86,8 @@ def check_modules(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise UnsupportedModelError(
-                f"{type(model).__name__}: {name} ({type(module).__name__}) carries state from token to token outside of "
-                "attention, which is not supported"
+                f"{type(model).__name__}: {name} ({type(module).__name__}) carries state from "
+                "token to token outside of attention, which is not supported"
             )
 
 
@@ -89,16 +99,18 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     """
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        raise UnsupportedModelError(f"{type(model).__name__}: its attention cannot be replaced (no AttentionInterface)")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its attention cannot be replaced (no AttentionInterface)"
+        )
 
 
 def fix_longrope(model: PreTrainedModel, max_model_len: int | None) -> int:
     """Fix the factors of RoPE "longrope" and return the longest context.
 
-    ``transformers`` chooses between short and long factors by the longest row of each batch, so that a row would
-    change its neighbours, and its own earlier keys. Here the choice is made once: the short ones if ``max_model_len``
-    is None or within the original context, which is then the limit; else the long ones. ``model`` must be a private
-    copy; its buffer is replaced, not written.
+    ``transformers`` chooses between short and long factors by the longest row of each batch, so that a row
+    would change its neighbours, and its own earlier keys. Here the choice is made once: the short ones if
+    ``max_model_len`` is None or within the original context, which is then the limit; else the long ones.
+    ``model`` must be a private copy; its buffer is replaced, not written.
     """
     limit = int(getattr(model.config, "max_position_embeddings", None) or UNBOUNDED)
     for module in model.modules():
@@ -106,15 +118,17 @@ def fix_longrope(model: PreTrainedModel, max_model_len: int | None) -> int:
         if kinds == "longrope":
             original = int(model.config.rope_parameters["original_max_position_embeddings"])
             long = max_model_len is not None and max_model_len > original
-            buffer: torch.Tensor = module.inv_freq  # type: ignore[assignment]
+            buffer: torch.Tensor = module.inv_freq
             frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS["longrope"](
                 model.config, buffer.device, seq_len=original + 1 if long else original
             )
             module.register_buffer("inv_freq", frequencies, persistent=False)
-            module.rope_type = "default"  # type: ignore[assignment]  # nothing recomputes it any more
+            module.rope_type = "default"  # nothing recomputes it any more
             limit = limit if long else min(limit, original)
         elif isinstance(kinds, dict) and "longrope" in kinds.values():
-            raise UnsupportedModelError(f"{type(model).__name__}: RoPE type 'longrope' in some layers only is not supported")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: RoPE type 'longrope' in some layers only is not supported"
+            )
     return limit
 
 
@@ -159,15 +173,18 @@ def survey(model: PreTrainedModel, max_position: int) -> Survey:
     kind, calls = type(model).__name__, list[_Call]()
     device = next(model.parameters()).device
     ids = torch.zeros(1, 4, dtype=torch.long, device=device)
-    with torch.no_grad():
-        output = model(
-            input_ids=ids,
-            position_ids=torch.arange(4, device=device)[None],
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=torch.tensor([3], device=device),
-            gapless_step=calls,
-        )
+    try:
+        with torch.no_grad():
+            output = model(
+                input_ids=ids,
+                position_ids=torch.arange(4, device=device)[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=torch.tensor([3], device=device),
+                gapless_step=calls,
+            )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UnsupportedModelError(f"{kind}: cannot be called with packed tokens: {error}") from error
     if output.logits.shape[:2] != (1, 1):
         raise UnsupportedModelError(f"{kind}: does not take logits_to_keep as a tensor of token indices")
     _check_count(model, calls)
@@ -180,7 +197,9 @@ def _check_count(model: PreTrainedModel, calls: list[_Call]) -> None:
     kind, expected = type(model).__name__, getattr(model.config, "num_hidden_layers", None)
     seen = {id(call.module) for call in calls}
     if len(seen) < len(calls):
-        raise UnsupportedModelError(f"{kind}: an attention layer runs more than once per token, which is not supported")
+        raise UnsupportedModelError(
+            f"{kind}: an attention layer runs more than once per token, which is not supported"
+        )
     if len(calls) != expected:
         without = sorted(
             {
@@ -195,13 +214,19 @@ def _check_count(model: PreTrainedModel, calls: list[_Call]) -> None:
 
 def _checked(kind: str, config: PreTrainedConfig, call: _Call, max_position: int) -> SurveyedLayer:
     where = f"{kind}, layer {getattr(call.module, 'layer_idx', '?')} ({type(call.module).__name__})"
-    options = {k: v for k, v in call.options.items() if v is not None and v is not False and k not in HARMLESS}
-    window, softcap, sinks = options.pop("sliding_window", None), options.pop("softcap", None), options.pop("s_aux", None)
+    options = {
+        k: v for k, v in call.options.items() if v is not None and v is not False and k not in HARMLESS
+    }
+    window, softcap, sinks = (options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     if options:
-        raise UnsupportedModelError(f"{where}: attention is called with {_names(options)}, which is not supported")
+        raise UnsupportedModelError(
+            f"{where}: attention is called with {_names(options)}, which is not supported"
+        )
     heads, kv_heads, size = call.query[1], call.key[1], call.query[3]
     if call.key[3] != call.value[3] or call.key[3] != size:
-        raise UnsupportedModelError(f"{where}: head sizes of key ({call.key[3]}) and value ({call.value[3]}) must be equal")
+        raise UnsupportedModelError(
+            f"{where}: head sizes of key ({call.key[3]}) and value ({call.value[3]}) must be equal"
+        )
     if heads % kv_heads or call.key[2] != call.query[2]:
         raise UnsupportedModelError(f"{where}: {heads} query heads do not share {kv_heads} key heads evenly")
     dtype = str(call.dtype).removeprefix("torch.")
@@ -222,13 +247,17 @@ def _window_of_mask(
     """
     function = getattr(mask, "gapless_mask_function", None)
     if function is None:
-        raise UnsupportedModelError(f"{where}: builds its attention mask itself, so that it cannot be checked")
-    candidates = [w for w in (window, getattr(config, "sliding_window", None)) if isinstance(w, int) and w > 0]
+        raise UnsupportedModelError(
+            f"{where}: builds its attention mask itself, so that it cannot be checked"
+        )
+    candidates = [
+        w for w in (window, getattr(config, "sliding_window", None)) if isinstance(w, int) and w > 0
+    ]
     found = ""
     for candidate in dict.fromkeys([*candidates, None]):
         found = _first_difference(function, candidate, [*candidates, *_chunks(config)], max_position)
         if not found:
-            # A window that no context can leave is no window, and its layers can share the others' block table.
+            # A window that no context can leave is none; its layers can share the others' block table.
             return None if candidate is None or candidate >= max_position else candidate
     raise UnsupportedModelError(f"{where}: its attention mask is neither causal nor a causal window: {found}")
 
@@ -236,11 +265,15 @@ def _window_of_mask(
 def _first_difference(
     function: Callable[..., Any], window: int | None, edges: list[int], max_position: int
 ) -> str:
-    """Where ``function(batch, head, query, key)`` differs from ours, as text; empty if nowhere on the grid."""
+    """Where ``function(batch, head, query, key)`` differs from ours on a grid; empty if nowhere."""
     around = sorted({0, 1, 2, 3, max_position - 1} | {e + d for e in edges for d in (-1, 0, 1)})
     queries = [q for q in around if 0 <= q < max_position]
     steps = sorted({0, 1, 2, 3} | {1 << n for n in range(1, 24)} | {e + d for e in edges for d in (-1, 0, 1)})
-    keys = sorted({q - s for q in queries for s in steps if q >= s} | {q + s for q in queries for s in (1, 2, 16)} | {0, 1})
+    keys = sorted(
+        {q - s for q in queries for s in steps if q >= s}
+        | {q + s for q in queries for s in (1, 2, 16)}
+        | {0, 1}
+    )
     q, k = torch.tensor(queries)[None, None, :, None], torch.tensor(keys)[None, None, None, :]
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     try:
@@ -252,7 +285,8 @@ def _first_difference(
     if len(wrong) == 0:
         return ""
     _, _, i, j = wrong[0].tolist()
-    return f"query {queries[i]} sees key {keys[j]}: {bool(asked[0, 0, i, j])}, with window {window}: {bool(ours[0, 0, i, j])}"
+    sees, ought = bool(asked[0, 0, i, j]), bool(ours[0, 0, i, j])
+    return f"query {queries[i]} sees key {keys[j]}: {sees}, with window {window}: {ought}"
 
 
 def _survey_attention(
@@ -268,7 +302,9 @@ def _survey_attention(
 ) -> tuple[torch.Tensor, None]:
     """Records its call in the list that the private keyword argument brings; the result is zeros."""
     if gapless_step is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand keyword arguments to its attention function"
+        )
     gapless_step.append(
         _Call(module, query.shape, key.shape, value.shape, key.dtype, attention_mask, scaling, options)
     )

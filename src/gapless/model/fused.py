@@ -87,6 +87,7 @@ class FusedDecoder:
         self._attend = attend
         self.linear: Linear = functional.linear
 
+    @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -205,7 +206,7 @@ def _check_parts(layer: nn.Module, at: str, eps: float, ops: Any) -> None:
     }
     for what, (ours, theirs) in pairs.items():
         gap = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-        if not float(gap) < (1e-5 if weight.dtype == torch.float32 else 2e-2):  # sync-ok: at load
+        if not float(gap.detach()) < (1e-5 if weight.dtype == torch.float32 else 2e-2):  # sync-ok: at load
             raise NotFusable(f"{at}: {what} differs from its replacement by {float(gap):.1e}")
 
 

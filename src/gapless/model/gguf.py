@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 FORMAT = 1
-"""Raise it when `convert` writes something else than before: old folders are then left alone and made anew."""
+"""Raise it when `convert` writes something else than before; models are then converted anew."""
 
 
 def cache_root() -> Path:
@@ -28,7 +28,9 @@ def cache_root() -> Path:
 def cached_folder(path: Path) -> Path:
     """The folder of a GGUF file, whether it exists yet or not. Path, size and time of change are its key."""
     stat = path.stat()
-    key = hashlib.sha256(f"{FORMAT}\n{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
+    key = hashlib.sha256(
+        f"{FORMAT}\n{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()
+    ).hexdigest()
     return cache_root() / "gguf" / f"{path.stem}-{key[:16]}"
 
 
@@ -45,7 +47,7 @@ def convert_cached(path: Path) -> Path:
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a new folder atomically: it appears under its name complete, or not at all, also with two processes."""
+    """Fill a new folder atomically: it appears under its name complete or not at all, also in a race."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -63,8 +65,8 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 def convert(path: Path, folder: Path) -> None:
     """Write the weights of a GGUF file as fp32 safetensors, with config, generation config and tokenizer.
 
-    fp32 because a dequantized weight, scale * integer + offset, is exact there and not in bf16; and because fp32 is
-    what a CPU multiplies quickest unless it has bf16 units.
+    fp32 because a dequantized weight, scale * integer + offset, is exact there and not in bf16; and because
+    fp32 is what a CPU multiplies quickest unless it has bf16 units.
     """
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:

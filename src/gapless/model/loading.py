@@ -1,6 +1,6 @@
-"""From a folder, a Hugging Face name, a GGUF file or a model object to a `TransformersModel` and its tokenizer.
+"""From a folder, a Hub name, a GGUF file or a model object to a `TransformersModel`, and its tokenizer.
 
-Runs once, before the engine's threads exist. Weights come from safetensors only: other formats can run code on load.
+Runs once, before the engine's threads exist. Weights come from safetensors only: others can run code on load.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gapless.attention import reference
@@ -57,10 +58,12 @@ def load_model(
     """Load, check and wrap a model.
 
     Args:
-        model: a folder of Hugging Face format, a name on the Hub, the path of a ``.gguf`` file (converted once into
-            a cached folder; set ``GAPLESS_CACHE`` to move the cache), or a model object, which is not changed.
-        dtype: of the weights. "auto" keeps the checkpoint's own dtype; for a GGUF file, whose integer weights have
-            none, it is fp32 on a CPU and bf16 elsewhere. A model object keeps its dtype, and must not be given another.
+        model: a folder of Hugging Face format, a name on the Hub, the path of a ``.gguf`` file (converted
+            once into a cached folder; set ``GAPLESS_CACHE`` to move the cache), or a model object, which is
+            not changed.
+        dtype: of the weights. "auto" keeps the checkpoint's own dtype; for a GGUF file, whose integer weights
+            have none, it is fp32 on a CPU and bf16 elsewhere. A model object keeps its dtype, and must not be
+            given another.
         device: where to. Weights of a folder are read straight to it, if ``accelerate`` is there.
         attention: runs a layer's attention, by default the CPU's form.
         max_model_len: longest context that will be asked for; see `checks.fix_longrope`.
@@ -75,15 +78,20 @@ def load_model(
     chosen = _parse_dtype(dtype)
     if isinstance(model, PreTrainedModel):
         if chosen not in (None, model.dtype):
-            raise ConfigError(f"dtype={dtype!r}: the model object is {model.dtype}; leave 'auto', or convert it with .to()")
+            raise ConfigError(
+                f"dtype={dtype!r}: the model object is {model.dtype}; leave 'auto', or convert it with .to()"
+            )
         if model.device.type != device.type or (device.index is not None and model.device != device):
-            raise ConfigError(f"device={str(device)!r}: the model object lies on {model.device}; move it with .to() first")
+            raise ConfigError(
+                f"device={str(device)!r}: the model object lies on {model.device}; move it with .to() first"
+            )
         module, source, name = model, str(getattr(model.config, "_name_or_path", "")) or None, None
     else:
         source, is_gguf = _resolve(model)
         if chosen is None and is_gguf:
             chosen = torch.float32 if device.type == "cpu" else torch.bfloat16
-        module, name = _read(source, chosen, device), Path(str(model)).name if Path(source).exists() else str(model)
+        module = _read(source, chosen, device)
+        name = Path(str(model)).name if Path(source).exists() else str(model)
     wrapped = TransformersModel(module, attention=attention, name=name, max_model_len=max_model_len)
     if probe:
         probe_parity(wrapped)
@@ -120,7 +128,9 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}.{did_you_mean(name, DTYPES)}")
+        raise ConfigError(
+            f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}.{did_you_mean(name, DTYPES)}"
+        )
     return DTYPES[name]
 
 
@@ -133,10 +143,14 @@ def _resolve(model: str | Path) -> tuple[str, bool]:
         return str(convert_cached(path)), True
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model={str(model)!r}: the folder has no config.json, so it is not a Hugging Face model")
+            raise ConfigError(
+                f"model={str(model)!r}: the folder has no config.json, so it is not a Hugging Face model"
+            )
         return str(path), False
     if path.is_file():
-        raise ConfigError(f"model={str(model)!r}: is a file; give a folder, a name on the Hub or a .gguf file")
+        raise ConfigError(
+            f"model={str(model)!r}: is a file; give a folder, a name on the Hub or a .gguf file"
+        )
     text = str(model)
     if isinstance(model, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         raise ConfigError(f"model={text!r}: there is no such folder")
@@ -149,7 +163,9 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTr
     config = _read_config(source)
     checks.check_config(config)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model={source!r}: the folder has no *.safetensors; only this format of weights is read")
+        raise ConfigError(
+            f"model={source!r}: the folder has no *.safetensors; only this format of weights is read"
+        )
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -160,20 +176,24 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTr
             attn_implementation="eager",
             **({"device_map": {"": device}} if direct else {}),
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"model={source!r}: its weights cannot be read as safetensors: {error}") from error
-    return model.to(device)  # type: ignore[arg-type]
+    return model.to(device)
 
 
 def _read_config(source: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source)
     except OSError as error:
-        hint = "" if Path(source).is_dir() else (
-            " It is no folder here, and could not be fetched from the Hub: check the name and the network (or "
-            "HF_HUB_OFFLINE), log in if it is private, or give a local folder."
-        )
-        raise ConfigError(f"model={source!r}: its config cannot be read.{hint} ({_first_line(error)})") from error
+        hint = ""
+        if not Path(source).is_dir():
+            hint = (
+                " It is no folder here, and could not be fetched from the Hub: check the name, the "
+                "network and HF_HUB_OFFLINE, log in if it is private, or give a local folder."
+            )
+        raise ConfigError(
+            f"model={source!r}: its config cannot be read.{hint} ({_first_line(error)})"
+        ) from error
     except ValueError as error:  # an architecture that this transformers does not know
         raise ConfigError(f"model={source!r}: {_first_line(error)}") from error
     return config

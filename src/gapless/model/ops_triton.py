@@ -57,7 +57,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, stride, size: tl.constexpr, BLOCK: tl.const
     tl.store(out_ptr + row * size + column, (silu * up).to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_ptr"])
 def _rope_kernel(
     qkv_ptr,
     positions_ptr,

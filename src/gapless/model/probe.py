@@ -1,9 +1,10 @@
 """The parity probe: the model through the engine's paged attention, against its own eager attention, at load.
 
-Two ragged prompts of random ids run packed in one prefill, with the longer one in two chunks, then some decode steps,
-over a small pool with scrambled blocks. The model's eager attention runs each prompt alone, over all its tokens at
-once. A model that mixes neighbours of a packed batch, drops positions, or carries state that the engine does not keep
-cannot agree. What the probe is too short to see, a window's edge, `checks.survey` has compared already.
+Two ragged prompts of random ids run packed in one prefill, with the longer one in two chunks, then some
+decode steps, over a small pool with scrambled blocks. The model's eager attention runs each prompt alone,
+over all its tokens at once. A model that mixes neighbours of a packed batch, drops positions, or carries
+state that the engine does not keep cannot agree. What the probe is too short to see, a window's edge,
+`checks.survey` has compared already.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ import torch
 from gapless.attention.context import AttentionContext
 from gapless.errors import UnsupportedModelError
 from gapless.model import checks
+from gapless.model.base import CausalModel
 from gapless.model.adapter import ATTENTION_NAME, TransformersModel
 
-BLOCK_SIZE = 4
+BLOCK_SIZE = 8
 LENGTHS = (11, 6)
 """Tokens of the two sequences, prompt and decode steps together."""
 CHUNKS = ((5, 3), (3, 0), (1, 1), (1, 1), (1, 1))
 """New tokens of each sequence in each step; 0 leaves the sequence out."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of |difference| / |logits| (2-norms of a token's logits, their mean taken off). An error of the kinds above gives
-0.1 to 1.4; rounding alone 1e-6 in fp32 and 1e-2 in bf16."""
+"""Of |difference| / |logits| (2-norms of a token's logits, their mean taken off). An error of the kinds above
+gives 0.1 to 1.4; rounding alone 1e-6 in fp32 and 1e-2 in bf16."""
 
 
-def probe_parity(model: TransformersModel, seed: int = 0) -> float:
+def probe_parity(model: TransformersModel, seed: int = 0, *, fast: CausalModel | None = None) -> float:
     """Compare; return the largest relative difference.
+
+    Args:
+        model: whose own attention is the truth.
+        seed: of the prompts.
+        fast: what runs paged, when it is not ``model`` itself but another form of it.
 
     Raises:
         UnsupportedModelError: it is beyond `TOLERANCE`.
@@ -36,7 +43,7 @@ def probe_parity(model: TransformersModel, seed: int = 0) -> float:
     prompts = [torch.randint(model.vocab_size, (n,), generator=generator).to(model.device) for n in LENGTHS]
     expected = _eager(model, prompts)
     worst, where = 0.0, ""
-    for step, (got, ends) in enumerate(_paged(model, prompts, generator)):
+    for step, (got, ends) in enumerate(_paged(fast or model, prompts, generator)):
         for row, (s, position) in zip(got, ends, strict=True):
             difference = _relative(row, expected[s][position])
             if not difference <= worst:  # also true of NaN
@@ -44,9 +51,9 @@ def probe_parity(model: TransformersModel, seed: int = 0) -> float:
     tolerance = TOLERANCE.get(model.dtype, 8e-2)
     if not worst <= tolerance:
         raise UnsupportedModelError(
-            f"{model.name} ({type(model.module).__name__}): its logits through paged attention differ from its own by "
-            f"{worst:.2g} of their size ({where}; allowed for {model.dtype}: {tolerance:.2g}). Some part of it is computed "
-            "wrongly here."
+            f"{model.name} ({type(model.module).__name__}): its logits through paged attention differ from "
+            f"its own by {worst:.2g} of their size ({where}; allowed for {model.dtype}: {tolerance:.2g}). "
+            "Some part of it is computed wrongly here."
         )
     return worst
 
@@ -67,7 +74,7 @@ def _eager(model: TransformersModel, prompts: list[torch.Tensor]) -> list[torch.
 
 
 def _paged(
-    model: TransformersModel, prompts: list[torch.Tensor], generator: torch.Generator
+    model: CausalModel, prompts: list[torch.Tensor], generator: torch.Generator
 ) -> list[tuple[torch.Tensor, list[tuple[int, int]]]]:
     """For each step its logits ``[S, vocab_size]`` and, for each row of them, (sequence, position)."""
     blocks = [-(-len(ids) // BLOCK_SIZE) for ids in prompts]
@@ -89,7 +96,8 @@ def _paged(
     results = []
     for chunk in CHUNKS:
         rows = [s for s, new in enumerate(chunk) if new]
-        starts, positions, ids = [0], [], []
+        starts, ids = [0], list[torch.Tensor]()
+        positions: list[int] = []
         for s in rows:
             positions += range(done[s], done[s] + chunk[s])
             ids.append(prompts[s][done[s] : done[s] + chunk[s]])
@@ -110,11 +118,13 @@ def _paged(
             block_size=BLOCK_SIZE,
             decode_only=len(positions) == len(rows),
         )
-        logits = model.forward(
+        logits = torch.empty(len(rows), model.vocab_size, dtype=model.dtype, device=model.device)
+        model.forward(
             torch.cat(ids),
             torch.tensor(positions, device=model.device),
             context,
             torch.tensor(starts[1:], device=model.device) - 1,
+            logits,
         )
         results.append((logits, [(s, done[s] - 1) for s in rows]))
     return results

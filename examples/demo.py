@@ -1,0 +1,83 @@
+"""Many chat prompts at once through the asynchronous loop.
+
+    python examples/demo.py [--model MODEL] [--prompts FILE] [--max-tokens N] [--depth N]
+
+The small model of the project is fetched on the first call. Everything here is public API: take it as a start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from gapless import AsyncLLM, RequestOutput, SamplingParams
+
+
+async def answer(llm: AsyncLLM, index: int, prompt: str, params: SamplingParams, tokens: dict[int, int]) -> str:
+    """One conversation; ``tokens`` tells the others how far it is."""
+    tokens[index] = 0
+    text = ""
+    output: RequestOutput
+    async for output in llm.chat([{"role": "user", "content": prompt}], params, mode="delta"):
+        for piece in output.outputs:
+            text += piece.text
+            tokens[index] += len(piece.token_ids)
+    print(f"\r\033[K[{index + 1}] done, {tokens[index]} tokens" if sys.stdout.isatty() else f"[{index + 1}] done")
+    return text
+
+
+async def show_progress(tokens: dict[int, int], tasks: list[asyncio.Task[str]]) -> None:
+    """A line while the answers grow: which prompts are running, how many tokens there are."""
+    end = "" if sys.stdout.isatty() else "\n"
+    while True:
+        await asyncio.sleep(0.2 if not end else 1.0)
+        running = [str(i + 1) for i, task in enumerate(tasks) if not task.done()]
+        line = f"{sum(tokens.values()):5d} tokens, running: {' '.join(running)}"
+        print(f"\r\033[K{line}" if not end else line, end=end, flush=True)
+
+
+async def main() -> None:
+    """Load, answer all, report."""
+    parser = argparse.ArgumentParser(description="Answer the prompts of a file, all at once.")
+    parser.add_argument("--model", help="a folder, a name or a .gguf file (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.txt", help="one a line")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=2, help="steps in flight; 1 is synchronous")
+    options = parser.parse_args()
+
+    prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    params = SamplingParams(temperature=0, max_tokens=options.max_tokens)
+    if options.model is None:
+        from gapless.model.smollm2 import get_smollm2
+
+        options.model = get_smollm2()
+
+    begin = time.perf_counter()
+    async with AsyncLLM(options.model, pipeline_depth=options.depth, max_num_seqs=64, max_model_len=2048) as llm:
+        ready = time.perf_counter()
+        print(f"{options.model} is ready after {ready - begin:.1f} s; {len(prompts)} prompts, depth {options.depth}")
+        tokens: dict[int, int] = {}
+        tasks = [asyncio.create_task(answer(llm, i, p, params, tokens)) for i, p in enumerate(prompts)]
+        progress = asyncio.create_task(show_progress(tokens, tasks))
+        texts = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - ready
+        progress.cancel()
+        engine, _ = llm.stats()
+
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"\n=== {prompt}\n{text.strip()}")
+    per_step = 1000 / engine.steps
+    total = sum(tokens.values())
+    print(f"\n{len(prompts)} answers, {total} tokens in {seconds:.2f} s: {total / seconds:.1f} tokens/s")
+    print(
+        f"{engine.steps} steps; ms per step: device {engine.busy * per_step:.2f}, "
+        f"host {engine.host_work * per_step:.2f}, of which {engine.host_hidden * per_step:.2f} were hidden "
+        f"behind the device; the device waited {engine.idle_host * per_step:.2f} for the host"
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

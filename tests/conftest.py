@@ -1,0 +1,38 @@
+"""What all tests share: the small real model, and skips that are seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct; skips the test if `make model` has not brought it."""
+    from gapless.model.smollm2 import smollm2_folder
+
+    folder = smollm2_folder()
+    if not folder.exists():
+        pytest.skip("SmolLM2 is not in the cache: `make model` brings it")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Torch keeps to one thread in each worker of ``pytest -n``: more would fight for the cores."""
+    if hasattr(item.config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)

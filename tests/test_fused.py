@@ -1,0 +1,68 @@
+"""The fused decoder gives the logits of the modules that it replaces, and refuses what it would compute otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import tiny
+from paged import greedy
+
+from gapless.attention import reference
+from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.model import ops_reference
+from gapless.model.adapter import TransformersModel
+from gapless.model.fused import FusedDecoder, NotFusable, fuse
+from gapless.model.probe import probe_parity
+
+
+def attend_cached(q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams) -> torch.Tensor:
+    """The reference writes k and v itself, so it is handed what the cache holds already."""
+    flat = cache.flatten(1, 2)[:, context.slot_mapping]
+    return reference.attend(q, flat[0], flat[1], cache, context, params)
+
+
+def fused(kind: str, **changes: object) -> tuple[FusedDecoder, TransformersModel]:
+    plain = TransformersModel(tiny(kind, **changes))
+    return fuse(plain.module, plain, max_positions=512, ops=ops_reference, attend=attend_cached), plain
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_same_tokens_and_logits(kind: str) -> None:
+    decoder, plain = fused(kind)
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3], [9, 9, 4]]
+    tokens, logits = greedy(decoder, prompts, 20, pad=2)
+    expected, expected_logits = greedy(plain, prompts, 20)
+    assert tokens == expected
+    assert torch.allclose(logits, expected_logits, atol=1e-4)
+    assert probe_parity(plain, fast=decoder) < 1e-4
+
+
+def test_an_update_in_place_of_the_caller_s_weights_is_seen() -> None:
+    model = tiny("qwen3")
+    plain = TransformersModel(model)
+    decoder = fuse(plain.module, plain, max_positions=64, ops=ops_reference, attend=attend_cached)
+    before, _ = greedy(decoder, [[5, 6, 7]], 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    after, logits = greedy(decoder, [[5, 6, 7]], 8)
+    expected, expected_logits = greedy(plain, [[5, 6, 7]], 8)
+    assert after == expected != before
+    assert torch.allclose(logits, expected_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe", "mixtral", "gpt_oss"])
+def test_another_structure_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(NotFusable, match=r"\w"):
+        fused(kind)
+
+
+@pytest.mark.parametrize("kind", ["granite", "smollm3"])
+def test_the_same_structure_with_another_forward_fails_the_probe(kind: str) -> None:
+    try:
+        decoder, plain = fused(kind)
+    except NotFusable:
+        return
+    with pytest.raises(ValueError, match="differ"):
+        probe_parity(plain, fast=decoder)
