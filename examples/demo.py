@@ -2,7 +2,7 @@
 
     python examples/demo.py [--model MODEL] [--prompts FILE] [--max-tokens N] [--depth N]
 
-The small model of the project is fetched on the first call. Everything here is public API: take it as a start.
+The small model is fetched on the first call. Everything here is public API: take it as a start.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from pathlib import Path
 
 from gapless import AsyncLLM, RequestOutput, SamplingParams
 
+TERMINAL = sys.stdout.isatty()
 
-async def answer(llm: AsyncLLM, index: int, prompt: str, params: SamplingParams, tokens: dict[int, int]) -> str:
+
+async def answer(
+    llm: AsyncLLM, index: int, prompt: str, params: SamplingParams, tokens: dict[int, int]
+) -> str:
     """One conversation; ``tokens`` tells the others how far it is."""
     tokens[index] = 0
     text = ""
@@ -25,25 +29,32 @@ async def answer(llm: AsyncLLM, index: int, prompt: str, params: SamplingParams,
         for piece in output.outputs:
             text += piece.text
             tokens[index] += len(piece.token_ids)
-    print(f"\r\033[K[{index + 1}] done, {tokens[index]} tokens" if sys.stdout.isatty() else f"[{index + 1}] done")
+    say(f"[{index + 1}] done, {tokens[index]} tokens\n")
     return text
 
 
 async def show_progress(tokens: dict[int, int], tasks: list[asyncio.Task[str]]) -> None:
     """A line while the answers grow: which prompts are running, how many tokens there are."""
-    end = "" if sys.stdout.isatty() else "\n"
     while True:
-        await asyncio.sleep(0.2 if not end else 1.0)
+        await asyncio.sleep(0.2 if TERMINAL else 1.0)
         running = [str(i + 1) for i, task in enumerate(tasks) if not task.done()]
-        line = f"{sum(tokens.values()):5d} tokens, running: {' '.join(running)}"
-        print(f"\r\033[K{line}" if not end else line, end=end, flush=True)
+        say(f"{sum(tokens.values()):5d} tokens, running: {' '.join(running)}" + ("" if TERMINAL else "\n"))
+
+
+def say(line: str) -> None:
+    """Print over the line of progress, which a terminal keeps in place."""
+    print(f"\r\033[K{line}" if TERMINAL else line, end="", flush=True)
 
 
 async def main() -> None:
     """Load, answer all, report."""
     parser = argparse.ArgumentParser(description="Answer the prompts of a file, all at once.")
-    parser.add_argument("--model", help="a folder, a name or a .gguf file (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.txt", help="one a line")
+    parser.add_argument(
+        "--model", help="a folder, a name or a .gguf file (default: a small one, fetched once)"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=Path(__file__).parent / "prompts.txt", help="one a line"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2, help="steps in flight; 1 is synchronous")
     options = parser.parse_args()
@@ -56,15 +67,18 @@ async def main() -> None:
         options.model = get_smollm2()
 
     begin = time.perf_counter()
-    async with AsyncLLM(options.model, pipeline_depth=options.depth, max_num_seqs=64, max_model_len=2048) as llm:
+    async with AsyncLLM(
+        options.model, pipeline_depth=options.depth, max_num_seqs=16, max_model_len=1024
+    ) as llm:
         ready = time.perf_counter()
-        print(f"{options.model} is ready after {ready - begin:.1f} s; {len(prompts)} prompts, depth {options.depth}")
+        print(f"ready after {ready - begin:.1f} s: {len(prompts)} prompts, pipeline depth {options.depth}")
         tokens: dict[int, int] = {}
         tasks = [asyncio.create_task(answer(llm, i, p, params, tokens)) for i, p in enumerate(prompts)]
         progress = asyncio.create_task(show_progress(tokens, tasks))
         texts = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - ready
         progress.cancel()
+        say("")
         engine, _ = llm.stats()
 
     for prompt, text in zip(prompts, texts, strict=True):

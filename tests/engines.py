@@ -61,10 +61,10 @@ def check_idle(llm: Any) -> None:
     client = llm._client
     wait_until(lambda: client.pending == 0, "the last outputs")
     scheduler = client._scheduler
+    wait_until(lambda: not scheduler.has_requests, "the scheduler's requests")
+    wait_until(lambda: scheduler.pool.available == scheduler.pool.capacity, "the blocks")
+    wait_until(lambda: scheduler.rows.num_free == len(scheduler.rows.requests), "the rows")
     client._engine.call(scheduler.check)
-    assert not scheduler.has_requests
-    assert scheduler.pool.available == scheduler.pool.capacity
-    assert scheduler.rows.num_free == len(scheduler.rows.requests)
     assert not client._groups
 
 

@@ -37,7 +37,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, absolute name, and whether it happens when the module is imported (not in a function, not for types)."""
+    """Line, absolute name, and whether it happens at import: not in a function, not for types only."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -104,5 +104,7 @@ def test_what_plans_imports_no_torch(path: Path) -> None:
 @pytest.mark.parametrize("name", ["scheduler", "engine", "messages", "cli", "cli.generate", "text.outputs"])
 def test_torch_stays_out(name: str) -> None:
     code = f"import sys, gapless.{name}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"

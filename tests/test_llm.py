@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EOS, check_idle, gated, model, options, tokenizer, wait_until
 
+from engines import EOS, check_idle, gated, model, options, tokenizer, wait_until
 from gapless import (
     LLM,
     ConfigError,
@@ -41,7 +41,9 @@ def run(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
 
 
 def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=20 - 3 * i, ignore_eos=True) for i in range(len(TEXTS))]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20 - 3 * i, ignore_eos=True) for i in range(len(TEXTS))
+    ]
     outputs = llm.generate(TEXTS, params, use_tqdm=False)
     assert [o.prompt for o in outputs] == TEXTS
     assert [len(ids(o)) for o in outputs] == [20 - 3 * i for i in range(len(TEXTS))]
@@ -64,7 +66,9 @@ def test_equals_transformers(llm: LLM) -> None:
 
 def test_a_prompt_is_text_or_ids(llm: LLM) -> None:
     encoded = tokenizer()("hello")["input_ids"]
-    outputs = llm.generate(["hello", {"prompt": "hello"}, {"prompt_token_ids": encoded}], GREEDY, use_tqdm=False)
+    outputs = llm.generate(
+        ["hello", {"prompt": "hello"}, {"prompt_token_ids": encoded}], GREEDY, use_tqdm=False
+    )
     assert len({tuple(ids(o)) for o in outputs}) == 1
     assert [o.prompt for o in outputs] == ["hello", "hello", None]
     assert run(llm, {"prompt_token_ids": torch.tensor(encoded)}) == [ids(outputs[0])]
@@ -135,8 +139,10 @@ def test_too_large_for_max_model_len(llm: LLM, length: int, max_tokens: int, num
 def test_too_large_for_the_cache() -> None:
     with LLM(**options(num_kv_blocks=5)) as llm:  # 4 blocks of 8 tokens
         assert len(run(llm, {"prompt_token_ids": [5] * 20})[0]) == 12
-        with pytest.raises(RequestError, match="32"):
+        with pytest.raises(RequestError, match="34 tokens need 5 blocks of 8; the KV cache has 4"):
             run(llm, {"prompt_token_ids": [5] * 22})
+        fill = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        assert len(run(llm, {"prompt_token_ids": [5] * 20}, fill)[0]) == 12
         check_idle(llm)
 
 
@@ -147,7 +153,19 @@ def test_bad_token_ids(llm: LLM, bad: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [5, None, ["hello"], [1, 2], {"prompt": 3}, {"promt": "x"}, {}, b"hello", {"prompt": "a", "x": 1}, "\ud800"]
+    "bad",
+    [
+        5,
+        None,
+        ["hello"],
+        [1, 2],
+        {"prompt": 3},
+        {"promt": "x"},
+        {},
+        b"hello",
+        {"prompt": "a", "x": 1},
+        "\ud800",
+    ],
 )
 def test_bad_prompts(llm: LLM, bad: Any) -> None:
     """One bad prompt: nothing of the call is started."""
@@ -205,7 +223,9 @@ def test_stop_strings(llm: LLM) -> None:
     (free,) = llm.generate("hello", GREEDY, use_tqdm=False)
     text = free.outputs[0].text
     stop = text[4:6]
-    (output,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop))
+    (output,) = llm.generate(
+        "hello", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)
+    )
     got = output.outputs[0]
     assert (got.finish_reason, got.stop_reason) == ("stop", stop)
     assert got.text == text[: text.index(stop)]
@@ -217,7 +237,9 @@ def test_stop_strings(llm: LLM) -> None:
 def test_stop_token_ids_and_end_of_sequence(llm: LLM) -> None:
     (free,) = run(llm, "hello")
     (output,) = llm.generate(
-        "hello", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[free[3]]), use_tqdm=False
+        "hello",
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[free[3]]),
+        use_tqdm=False,
     )
     assert ids(output) == free[: free.index(free[3]) + 1]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", free[3])
@@ -252,7 +274,9 @@ def test_ignored_parameters(name: str) -> None:
         SamplingParams(**{name: 1})
 
 
-@pytest.mark.parametrize("bad", [{"stop": 5}, {"stop": None}, {"stop_token_ids": 5}, {"stop_token_ids": None}])
+@pytest.mark.parametrize(
+    "bad", [{"stop": 5}, {"stop": [5]}, {"stop_token_ids": 5}, {"stop_token_ids": ["5"]}]
+)
 def test_parameters_of_a_wrong_type(bad: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(bad))):
         SamplingParams.from_dict(bad)
@@ -348,7 +372,11 @@ def test_close_returns_threads() -> None:
     llm.close()
     assert set(threading.enumerate()) == before
     llm.close()
-    for call in (lambda: run(llm, "hello"), llm.reset_prefix_cache, lambda: llm.chat([{"role": "user", "content": "a"}])):
+    for call in (
+        lambda: run(llm, "hello"),
+        llm.reset_prefix_cache,
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+    ):
         with pytest.raises(EngineClosedError):
             call()
 
@@ -371,7 +399,7 @@ def test_close_with_open_requests() -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_engine_death(depth: int) -> None:
-    """An exception inside a step reaches every caller with its cause; then the engine refuses; close works."""
+    """An exception inside a step reaches every caller with its cause; then it refuses; close works."""
     before = set(threading.enumerate())
     llm = LLM(**options(pipeline_depth=depth))
     with gated(llm) as gate, ThreadPoolExecutor(3) as pool:

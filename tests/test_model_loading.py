@@ -162,7 +162,7 @@ def write_gguf(path: Path, scale: float = 1.0) -> torch.nn.Module:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(["<s>", "</s>", "w", "1", "w1", *(f"w{i}" for i in range(5, VOCAB_SIZE))])
     writer.add_token_types([1] * VOCAB_SIZE)
-    writer.add_token_merges(["w 1"])
+    writer.add_token_merges(["w 1", "w1 1"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = {

@@ -165,7 +165,7 @@ def test_kept_set_is_reached_and_no_other(row: Row) -> None:
 
 @pytest.mark.parametrize("features", [Feature.SAMPLE, ALL])
 def test_draws_follow_the_distribution(features: Feature) -> None:
-    count, logits = 40_000, torch.randn(40, generator=torch.Generator().manual_seed(1))
+    count, logits = 20_000, torch.randn(40, generator=torch.Generator().manual_seed(1))
     for by_seed in (False, True):
         rows = [Row(0.8, seed=i if by_seed else 3, position=9 if by_seed else i) for i in range(count)]
         tokens = sample(logits.expand(count, -1), *params(rows), features)
@@ -281,10 +281,9 @@ def test_draw_never_gives_a_token_without_weight() -> None:
 
 def test_bisection_equals_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would run: no candidates, thresholds by bisection for all rows."""
-    logits, rows = random_batch(11, 3000, 40)
+    logits, rows = random_batch(11, 3000, 24)
     expected = sample(logits, *params(rows), ALL)
-    monkeypatch.setattr("gapless.sampling.reference._CANDIDATES", 1)
-    monkeypatch.setattr("gapless.sampling.reference._any", lambda mask: True)
+    monkeypatch.setattr("gapless.sampling.reference._on_cpu", lambda x: False)
     assert torch.equal(sample(logits, *params(rows), ALL), expected)
 
 

@@ -67,6 +67,7 @@ class EngineClient:
             tokenizer = load_tokenizer(model if named else getattr(getattr(model, "config", None), "_name_or_path", None))
         self.tokenizer = tokenizer
         built = build(model, config, self._messages.put, self._on_death, progress=progress)
+        self._built = built
         self.config = built.config
         self.model = built.model
         self._engine = built.engine
@@ -124,7 +125,8 @@ class EngineClient:
         params, ids = submission.params, submission.prompt.token_ids
         max_tokens = params.max_tokens
         if max_tokens is None:
-            longest = self.config.max_model_len or 0
+            capacity = self._scheduler.pool.capacity * self.config.block_size
+            longest = min(self.config.max_model_len or capacity, capacity)
             max_tokens = max(longest - len(ids), 1)
         self._scheduler.refuse_what_never_fits(len(ids), max_tokens)
         stops = dict.fromkeys(params.stop_token_ids)

@@ -9,13 +9,15 @@ state that the engine does not keep cannot agree. What the probe is too short to
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.errors import UnsupportedModelError
 from gapless.model import checks
-from gapless.model.base import CausalModel
 from gapless.model.adapter import ATTENTION_NAME, TransformersModel
+from gapless.model.base import CausalModel
 
 BLOCK_SIZE = 8
 LENGTHS = (11, 6)
@@ -23,9 +25,11 @@ LENGTHS = (11, 6)
 CHUNKS = ((5, 3), (3, 0), (1, 1), (1, 1), (1, 1))
 """New tokens of each sequence in each step; 0 leaves the sequence out."""
 
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of |difference| / |logits| (2-norms of a token's logits, their mean taken off). An error of the kinds above
-gives 0.1 to 1.4; rounding alone 1e-6 in fp32 and 1e-2 in bf16."""
+TOLERANCE = {torch.float32: (1e-3, 2e-3), torch.float16: (2e-2, 0.5), torch.bfloat16: (0.1, 0.5)}
+"""Of |difference| / |logits| (2-norms of a token's logits, their mean taken off): for the median of all
+tokens and for the largest. An error of the kinds above gives 0.1 to 1.4 in most tokens. Rounding alone gives
+1e-6 in fp32, 0.004 in fp16 and 0.03 in bf16 for a real model of 30 layers, as much as its own eager attention
+and SDPA differ by; in single tokens more, where it makes a mixture of experts choose another expert."""
 
 
 def probe_parity(model: TransformersModel, seed: int = 0, *, fast: CausalModel | None = None) -> float:
@@ -42,25 +46,32 @@ def probe_parity(model: TransformersModel, seed: int = 0, *, fast: CausalModel |
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(model.vocab_size, (n,), generator=generator).to(model.device) for n in LENGTHS]
     expected = _eager(model, prompts)
-    worst, where = 0.0, ""
+    differences: list[tuple[float, str]] = []
     for step, (got, ends) in enumerate(_paged(fast or model, prompts, generator)):
         for row, (s, position) in zip(got, ends, strict=True):
-            difference = _relative(row, expected[s][position])
-            if not difference <= worst:  # also true of NaN
-                worst, where = difference, f"sequence {s}, position {position}, step {step}"
-    tolerance = TOLERANCE.get(model.dtype, 8e-2)
-    if not worst <= tolerance:
+            where = f"sequence {s}, position {position}, step {step}"
+            differences.append((_relative(row, expected[s][position]), where))
+    differences.sort()
+    (median, _), (worst, where) = differences[len(differences) // 2], differences[-1]
+    rounding = model.dtype
+    if rounding == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        rounding = torch.float16  # TF32 has as many bits
+    allowed = TOLERANCE[rounding]
+    if not (median <= allowed[0] and worst <= allowed[1]):
         raise UnsupportedModelError(
             f"{model.name} ({type(model.module).__name__}): its logits through paged attention differ from "
-            f"its own by {worst:.2g} of their size ({where}; allowed for {model.dtype}: {tolerance:.2g}). "
-            "Some part of it is computed wrongly here."
+            f"its own by {median:.2g} of their size in the median and {worst:.2g} at worst ({where}); allowed "
+            f"for {str(rounding).removeprefix('torch.')}: {allowed[0]:.2g} and {allowed[1]:.2g}. Some part of "
+            "it is computed wrongly here."
         )
     return worst
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative difference of two rows of logits; infinite where one is not finite."""
     got, expected = got.double() - got.double().mean(), expected.double() - expected.double().mean()
-    return float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+    difference = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+    return difference if math.isfinite(difference) else math.inf
 
 
 def _eager(model: TransformersModel, prompts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -136,42 +136,59 @@ def _filter(
 ) -> torch.Tensor:
     """The weights with those of dropped tokens set to 0."""
     vocab = x.shape[1]
-    top_k = params_words[:, Word.TOP_K]
-    top_p, min_p = _floats(params_words, Word.TOP_P), _floats(params_words, Word.MIN_P)
-    by_k = (top_k > 0) & (top_k < vocab)
-    by_p = top_p < 1.0
-    if not _any(by_k | by_p):
-        return torch.where(weights >= min_p[:, None], weights, 0.0)
-
-    on_cpu = x.device.type == "cpu"
-    values = ids = x[:, :0]
-    if on_cpu:
-        values, ids = x.topk(min(vocab, _CANDIDATES), -1)
-
-    count = top_k.double()
-    if on_cpu:
-        threshold = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1)[:, None])[:, 0]
-        settled = ~by_k | (top_k <= values.shape[1])
-    if not on_cpu or _any(~settled):
-        threshold = _threshold(x, torch.ones_like(x), count, top)
-    threshold = torch.where(by_k, threshold, _NEGATIVE_INFINITY)
-    kept = torch.where(x >= threshold[:, None], weights, 0.0)
-
-    target = top_p.double() * kept.sum(-1, dtype=torch.float64)
-    if on_cpu:
-        cumulative = kept.gather(1, ids).cumsum(-1, dtype=torch.float64)
-        place = (cumulative < target[:, None]).sum(-1)
-        settled = ~by_p | (place < values.shape[1])
-        threshold = values.gather(1, place.clamp_max(values.shape[1] - 1)[:, None])[:, 0]
-    if not on_cpu or _any(~settled):
-        threshold = _threshold(x, kept, target, top)
-    threshold = torch.where(by_p, threshold, _NEGATIVE_INFINITY)
-    return torch.where((x >= threshold[:, None]) & (kept >= min_p[:, None]), kept, 0.0)
+    top_k, top_p = params_words[:, Word.TOP_K], _floats(params_words, Word.TOP_P).double()
+    top_k = torch.where((top_k > 0) & (top_k < vocab), top_k, 0)  # 0: not asked for
+    if not _on_cpu(x):
+        weights = _keep_by_bisection(x, weights, top, top_k, top_p)
+    elif bool(((top_k > 0) | (top_p < 1)).any()):
+        few = x.topk(min(vocab, _CANDIDATES), -1)
+        kept, settled = _keep_by_candidates(x, weights, few.values, few.indices, top_k, top_p)
+        if not settled:
+            every = x.sort(-1, descending=True)
+            kept, _ = _keep_by_candidates(x, weights, every.values, every.indices, top_k, top_p)
+        weights = kept
+    return torch.where(weights >= _floats(params_words, Word.MIN_P)[:, None], weights, 0.0)
 
 
-def _any(mask: torch.Tensor) -> bool:
-    """Whether work can be skipped: known for nothing on the CPU; elsewhere it is always done."""
-    return mask.device.type != "cpu" or bool(mask.any())
+def _on_cpu(x: torch.Tensor) -> bool:
+    """There, looking at a value waits for nothing, and most rows need only their largest logits."""
+    return x.device.type == "cpu"
+
+
+def _keep(
+    x: torch.Tensor, weights: torch.Tensor, asked: torch.Tensor, threshold: torch.Tensor
+) -> torch.Tensor:
+    threshold = torch.where(asked, threshold, _NEGATIVE_INFINITY)
+    return torch.where(x >= threshold[:, None], weights, 0.0)
+
+
+def _keep_by_candidates(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> tuple[torch.Tensor, bool]:
+    """Top-k and top-p from the largest logits of each row, in falling order; and whether they were enough."""
+    last = values.shape[1] - 1
+    threshold = values.gather(1, (top_k.long() - 1).clamp(0, last)[:, None])[:, 0]
+    kept = _keep(x, weights, top_k > 0, threshold)
+    target = top_p * kept.sum(-1, dtype=torch.float64)
+    place = (kept.gather(1, ids).cumsum(-1, dtype=torch.float64) < target[:, None]).sum(-1)
+    settled = (top_k <= last + 1) & ((top_p >= 1) | (place <= last))
+    threshold = values.gather(1, place.clamp_max(last)[:, None])[:, 0]
+    return _keep(x, kept, top_p < 1, threshold), bool(settled.all())
+
+
+def _keep_by_bisection(
+    x: torch.Tensor, weights: torch.Tensor, top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Top-k and top-p by operations that depend on no value."""
+    threshold = _threshold(x, torch.ones_like(x), top_k.double(), top)
+    kept = _keep(x, weights, top_k > 0, threshold)
+    target = top_p * kept.sum(-1, dtype=torch.float64)
+    return _keep(x, kept, top_p < 1, _threshold(x, kept, target, top))
 
 
 def _threshold(

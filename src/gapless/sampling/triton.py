@@ -295,5 +295,5 @@ def _launch(
         NG_BLOCK=triton.next_power_of_2(groups),
         SHIFT=_SHIFT[logits.dtype],
         **flag_of,
-        num_warps=8,
+        num_warps=8 if samples else 1,
     )
