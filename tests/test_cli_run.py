@@ -159,15 +159,15 @@ def test_what_only_the_model_can_refuse_is_named_by_line(
     assert all(word in err for word in words), err
 
 
-def test_a_model_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+def test_models_that_are_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert generate(tmp_path / "nothing", "hello") == 2
     assert "nothing" in capfd.readouterr().err
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]})
-    )
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps({**model().config.to_dict(), "rope_parameters": rope}))
     assert generate(tmp_path, "hello") == 1
     error = capfd.readouterr().err
     assert error.startswith("gapless: error: ")
+    assert "'dynamic'" in error
     assert error.count("\n") == 1
 
 

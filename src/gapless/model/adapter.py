@@ -132,7 +132,7 @@ class TransformersModel:
         logits_index: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See `CausalModel.forward`: ids, positions ``[T]``, logits_index ``[S]``, out ``[S, vocab_size]``."""
+        """See `CausalModel`: ids and positions ``[T]``, logits_index ``[S]``, out ``[S, vocab_size]``."""
         # no_grad, not inference_mode, whose tensors a trainer that shares the weights could not use.
         with torch.no_grad():
             output = self.module(
