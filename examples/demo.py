@@ -55,7 +55,7 @@ async def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, default=Path(__file__).parent / "prompts.txt", help="one a line"
     )
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--depth", type=int, default=2, help="steps in flight; 1 is synchronous")
     options = parser.parse_args()
 

@@ -57,6 +57,7 @@ def test_a_preempted_row_resumes_before_its_tokens_are_known() -> None:
     plans = [scheduler.schedule() for _ in range(4)]
     assert all(plans)
     row = int(scheduler.rows.ids.tolist().index(1))
+    scheduler._end_steady()
     scheduler._preempt(row, _draft())
     plan = scheduler.schedule()
     assert plan is not None

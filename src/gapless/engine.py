@@ -105,6 +105,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = True
         self._starved = True  # the next step to be launched follows a time without requests
+        self._mark = time.perf_counter()
         self._error: BaseException | None = None
         self._gate = threading.Lock()  # between the last word of the loop and new work
         self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
@@ -113,6 +114,7 @@ class Engine:
 
     def _loop(self) -> None:
         in_flight: deque[tuple[Any, bool]] = deque()
+        self._mark = time.perf_counter()
         while self._running:
             while len(in_flight) < self._depth and (plan := self._schedule()) is not None:
                 in_flight.append(self._launch(plan))  # enqueues on h2d, compute, d2h; never blocks
@@ -124,24 +126,26 @@ class Engine:
 
     # ---- its phases -----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Any:
-        start = time.perf_counter()
-        yield
-        self.stats.host[name] += time.perf_counter() - start
+    def _lap(self, phase: str) -> None:
+        """What passed since the last lap was this phase."""
+        now = time.perf_counter()
+        self.stats.host[phase] += now - self._mark
+        self._mark = now
 
     def _schedule(self) -> StepPlan | None:
-        with self._phase("schedule"):
-            return self.scheduler.schedule()
+        plan = self.scheduler.schedule()
+        self._lap("schedule")
+        return plan
 
     def _launch(self, plan: StepPlan) -> tuple[Any, bool]:
-        with self._phase("launch"):
-            starved, self._starved = self._starved, False
-            return self._runner.launch(plan), starved
+        starved, self._starved = self._starved, False
+        step = self._runner.launch(plan)
+        self._lap("launch")
+        return step, starved
 
     def _wait(self, step: Any, starved: bool) -> StepResult:
-        with self._phase("wait"):
-            result = self._runner.wait(step)
+        result = self._runner.wait(step)
+        self._lap("wait")
         stats = self.stats
         stats.steps += 1
         stats.busy += result.busy_ms * 1e-3
@@ -157,21 +161,22 @@ class Engine:
                 raise RuntimeError("requests are waiting, no step is in flight, and the scheduler has no plan")
             self._starved = True
             self._inbox.get()()
-        with self._phase("receive"):
-            while not self._inbox.empty():
-                self._inbox.get()()
+            self._mark = time.perf_counter()
+        while not self._inbox.empty():
+            self._inbox.get()()
+        self._lap("receive")
 
     def _commit(self, result: StepResult) -> None:
-        with self._phase("commit"):
-            self.scheduler.commit(result.plan, result.tokens)
-            if self._check:
-                self.scheduler.check()
+        self.scheduler.commit(result.plan, result.tokens)
+        if self._check:
+            self.scheduler.check()
+        self._lap("commit")
 
     def _publish(self) -> None:
-        with self._phase("publish"):
-            message = self.scheduler.message()
-            if message is not None:
-                self._publish_to(message)
+        message = self.scheduler.message()
+        if message is not None:
+            self._publish_to(message)
+        self._lap("publish")
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 

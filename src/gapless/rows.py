@@ -111,6 +111,16 @@ class RowTable:
         at = self.layout.block_tables_at + row * self.layout.max_blocks
         return np.stack([np.arange(at + lo, at + hi, dtype=np.int32), self.block_tables[row, lo:hi]], axis=1)
 
+    def append_blocks(self, rows: I32, blocks: list[int]) -> I32:
+        """Give each of ``rows`` one more block; the changes ``[n, 2]`` that bring them to the device."""
+        at = self.num_blocks[rows]
+        self.block_tables[rows, at] = blocks
+        self.num_blocks[rows] = self.blocks_sent[rows] = at + 1
+        updates = np.empty((len(rows), 2), np.int32)
+        updates[:, 0] = self.layout.block_tables_at + rows * np.int32(self.layout.max_blocks) + at
+        updates[:, 1] = blocks
+        return updates
+
     def blocks_of(self, row: int) -> list[int]:
         """Blocks that the row owns, in table order."""
         blocks: list[int] = self.block_tables[row, : self.num_blocks[row]].tolist()

@@ -24,13 +24,14 @@ import numpy as np
 
 from gapless.config import EngineConfig
 from gapless.errors import RequestError
-from gapless.kv.pool import ROOT, BlockPool, block_key
+from gapless.kv.pool import BlockPool
 from gapless.messages import Finished, StepMessage
 from gapless.plan import I32, Feature, RowLayout, StepPlan
+from gapless.prefix import PrefixCache
 from gapless.request import FinishReason, Request
 from gapless.rows import RowTable
+from gapless.steady import NO_UPDATES, Steady
 
-NO_UPDATES = np.zeros((0, 2), np.int32)
 NO_IDS = np.zeros(0, np.int64)
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -95,7 +96,9 @@ class Scheduler:
         self._block_size = layout.block_size
         self._budget = config.max_num_batched_tokens
         self._max_updates = max_updates(config)
-        self._prefix_caching = config.enable_prefix_caching
+        self._prefixes = PrefixCache(self.rows, self.pool, enabled=config.enable_prefix_caching)
+        self._steady: Steady | None = None
+        self._last_rows = NO_TOKENS
         self._waiting: OrderedDict[int, Request] = OrderedDict()
         self._row_of: dict[int, int] = {}  # running, preempted and draining requests, by id
         self._running = np.zeros(0, np.int32)  # rows, oldest first
@@ -130,10 +133,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `refuse_what_never_fits` accepted."""
+        self._end_steady()
         self._waiting[request.id] = request
 
     def finish(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         """End a request from outside (abort, or a stop string). Unknown and already ended ids are ignored."""
+        self._end_steady()
         request = self._waiting.pop(request_id, None)
         if request is not None:
             self._finished.append(Finished(request_id, np.zeros(0, np.int32), reason, error=error))
@@ -148,6 +153,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a step in flight is committed."""
+        if self._steady is not None and (plan := self._next_steady(self._steady)) is not None:
+            return plan
         if not self.has_requests:
             return None
         draft = _Draft(self._budget, self._max_updates)
@@ -156,7 +163,37 @@ class Scheduler:
         self._plan_running_prompts(draft)
         if self.stats.preemptions == preempted_before:
             self._admit(draft)
-        return self._finish_plan(draft) if draft.rows else None
+        plan = self._finish_plan(draft) if draft.rows else None
+        if plan is not None and not self._preempted and len(plan.rows) == len(self._running) == plan.num_tokens:
+            self._steady = Steady(plan, self.rows, self._block_size)
+        return plan
+
+    def _next_steady(self, steady: Steady) -> StepPlan | None:
+        """The next step of an unchanged batch, or None when the general path must look."""
+        updates = NO_UPDATES
+        if steady.left > 0 and steady.room <= 0:
+            steady.flush()
+            needy = steady.needy()
+            blocks = self.pool.allocate(len(needy))
+            if blocks is not None:
+                updates = self.rows.append_blocks(needy, blocks)
+                steady.grown()
+        if steady.left <= 0 or steady.room <= 0:
+            self._end_steady()
+            return None
+        plan = steady.next_plan(self._step, updates)
+        self._count_step(plan)
+        return plan
+
+    def _end_steady(self) -> None:
+        if self._steady is not None:
+            self._steady.flush()
+            self._steady = None
+
+    def _count_step(self, plan: StepPlan) -> None:
+        self._step += 1
+        self.stats.steps += 1
+        self.stats.tokens_computed += plan.num_tokens
 
     def _plan_decodes(self, draft: _Draft) -> None:
         r, running = self.rows, self._running
@@ -185,7 +222,7 @@ class Scheduler:
 
     def _plan_chunk(self, row: int, length: int, draft: _Draft) -> None:
         draft.add(row, length)
-        self._publish(row, int(self.rows.computed[row]) + length)
+        self._prefixes.publish(row, int(self.rows.computed[row]) + length)
 
     def _admit(self, draft: _Draft) -> None:
         """Resume preempted rows, then start waiting requests, oldest first; stop at the first that does not fit."""
@@ -200,6 +237,7 @@ class Scheduler:
                 request_id, request = next(iter(self._waiting.items()))
                 if self._blocked == (request_id, self.pool.available):
                     return  # it did not fit, and nothing has been freed since
+                self._prefixes.publish_generated(self._running.tolist())
                 row = self.rows.assign(request)
                 params = self.rows.param_updates(row)
                 draft.updates_left -= len(params)
@@ -219,7 +257,7 @@ class Scheduler:
     def _start(self, row: int, draft: _Draft) -> bool:
         """Plan a row's first chunk, after what the prefix cache holds of it. False: no room, and nothing changed."""
         r = self.rows
-        hit = self._prefix_hit(row, draft.updates_left - self._blocks_for(draft.budget) - 1)
+        hit = self._prefixes.hit(row, draft.updates_left - self._blocks_for(draft.budget) - 1)
         start = len(hit) * self._block_size
         length = min(int(r.total[row]) - start, draft.budget)
         # Room for all of its tokens, not for the first chunk only: it should not be preempted before it has decoded.
@@ -269,6 +307,7 @@ class Scheduler:
     def _preempt(self, row: int, draft: _Draft) -> None:
         """Take all blocks of ``row``; it is computed again later, from the tokens in its row on the device."""
         r = self.rows
+        self._prefixes.publish_generated([row])
         self.pool.release(r.blocks_of(row))
         r.num_blocks[row] = r.blocks_sent[row] = r.blocks_hashed[row] = r.computed[row] = 0
         r.preemptions[row] += 1
@@ -287,6 +326,9 @@ class Scheduler:
         rows, lens = np.concatenate(draft.rows), np.concatenate(draft.lens)
         if not len(rows):
             return None
+        if np.array_equal(rows, self._last_rows):
+            rows = self._last_rows  # the same object: see Steady.owns
+        self._last_rows = rows
         starts = r.computed[rows]
         ends = starts + lens
         samples = ends == r.total[rows]
@@ -308,54 +350,20 @@ class Scheduler:
         if len(updates) > self._max_updates:
             raise RuntimeError(f"step {self._step} has {len(updates)} updates; a slot holds {self._max_updates}")
         plan = StepPlan(self._step, rows, starts, lens, samples, input_ids, carry, updates, features)
-        self._step += 1
-        self.stats.steps += 1
-        self.stats.tokens_computed += len(input_ids)
+        self._count_step(plan)
         return plan
-
-    # ---- prefix cache ---------------------------------------------------------------------------------------------
-
-    def _prefix_hit(self, row: int, most: int) -> list[int]:
-        """Published blocks that hold the row's known tokens from position 0; at least one token stays to compute."""
-        if not self._prefix_caching:
-            return []
-        r, size = self.rows, self._block_size
-        hit: list[int] = []
-        count = min((int(r.known[row]) - 1) // size, most)
-        for i in range(count):
-            block = self.pool.lookup(self._hash(row, i), r.tokens[row, i * size : (i + 1) * size])
-            if block is None:
-                break
-            hit.append(block)
-        return hit
-
-    def _hash(self, row: int, i: int) -> bytes:
-        """Key of the row's block ``i``; all of its tokens must be known."""
-        hashes, size = self.rows.hashes[row], self._block_size
-        while len(hashes) <= i:
-            j = len(hashes)
-            hashes.append(block_key(hashes[-1] if j else ROOT, self.rows.tokens[row, j * size : (j + 1) * size]))
-        return hashes[i]
-
-    def _publish(self, row: int, computed: int) -> None:
-        """Publish the row's full blocks whose tokens are known and whose positions lie below ``computed``.
-
-        Called when a chunk is planned: later work on the compute stream is ordered after it, so another request may
-        read the block from this step on. Called at commit for blocks with generated tokens.
-        """
-        if not self._prefix_caching:
-            return
-        r, size = self.rows, self._block_size
-        full = min(computed, int(r.known[row])) // size
-        for i in range(int(r.blocks_hashed[row]), full):
-            self.pool.publish(int(r.block_tables[row, i]), self._hash(row, i), r.tokens[row, i * size : (i + 1) * size])
-        r.blocks_hashed[row] = max(full, int(r.blocks_hashed[row]))
 
     # ---- results --------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, tokens: I32) -> None:
         """Take the tokens ``[S]`` of the oldest step. -1 marks a row whose logits were not finite."""
-        r = self.rows
+        r, steady = self.rows, self._steady
+        if steady is not None and steady.owns(plan) and steady.commit(plan, tokens):
+            self.stats.generated_tokens += len(tokens)
+            if steady.any_streaming:
+                self._stream_ids, self._stream_tokens = steady.stream_ids, tokens[steady.streaming]
+            return
+        self._end_steady()
         r.in_flight[plan.rows] -= 1
         drew = plan.samples & ~r.finished[plan.rows]
         rows, drawn = plan.rows[drew], tokens[drew]
@@ -370,9 +378,6 @@ class Scheduler:
         good = ~bad
         self.stats.generated_tokens += int(good.sum())
         self._tell(rows[good], drawn[good])
-        if self._prefix_caching:
-            for row in rows[(r.known[rows] // self._block_size > r.blocks_hashed[rows]) & good].tolist():
-                self._publish(row, int(r.computed[row]))
         for i in np.flatnonzero(ended).tolist():
             row = int(rows[i])
             if bad[i]:
@@ -401,6 +406,7 @@ class Scheduler:
         self, row: int, reason: FinishReason, *, stop_token: int | None = None, error: str | None = None
     ) -> None:
         r = self.rows
+        self._prefixes.publish_generated([row])
         blocks = r.blocks_of(row)
         if reason is FinishReason.ERROR:
             for block in blocks:
@@ -448,6 +454,8 @@ class Scheduler:
         Raises:
             RuntimeError: blocks or rows do not add up.
         """
+        if self._steady is not None:
+            self._steady.flush()
         r = self.rows
         used = [row for row, request in enumerate(r.requests) if request is not None]
         self.pool.check([block for row in used for block in r.blocks_of(row)])

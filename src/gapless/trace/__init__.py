@@ -1,0 +1,1 @@
+"""Where the device's time went: reading profiles of any engine, and who caused each gap."""
