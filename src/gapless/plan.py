@@ -132,3 +132,8 @@ class StepPlan:
     def decode_only(self) -> bool:
         """Each sequence computes exactly one token."""
         return len(self.input_ids) == len(self.rows)
+
+    @property
+    def draws_only(self) -> bool:
+        """Each sequence computes one token and draws the next."""
+        return self.decode_only and bool(self.samples.all())

@@ -164,7 +164,7 @@ class Scheduler:
         if self.stats.preemptions == preempted_before:
             self._admit(draft)
         plan = self._finish_plan(draft) if draft.rows else None
-        if plan is not None and not self._preempted and len(plan.rows) == len(self._running) == plan.num_tokens:
+        if plan is not None and not self._preempted and plan.draws_only and plan.num_seqs == len(self._running):
             self._steady = Steady(plan, self.rows, self._block_size)
         return plan
 
@@ -464,4 +464,7 @@ class Scheduler:
             raise RuntimeError(f"rows in use {used}, but running, preempted and draining rows are {named}")
         for row in used:
             if not r.computed[row] <= r.total[row] <= r.limit[row] or r.known[row] > r.total[row]:
-                raise RuntimeError(f"row {row}: counts out of order")
+                raise RuntimeError(
+                    f"row {row}: counts out of order: computed {r.computed[row]}, known {r.known[row]}, total {r.total[row]}, "
+                    f"limit {r.limit[row]}"
+                )

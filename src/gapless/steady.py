@@ -81,7 +81,7 @@ class Steady:
 
     def owns(self, plan: StepPlan) -> bool:
         """Whether the plan is a decode of exactly these rows: one of this phase, or one just before it."""
-        return plan.rows is self.rows and plan.decode_only
+        return plan.rows is self.rows and (plan.samples is self._samples or plan.draws_only)
 
     def commit(self, plan: StepPlan, drawn: I32) -> bool:
         """Take a step's tokens if nothing ends by them; False leaves everything as it was."""
