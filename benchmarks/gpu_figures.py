@@ -9,7 +9,6 @@ request; prompts differ between the runs, so that none is found in the prefix ca
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import logging

@@ -8,8 +8,8 @@ Steady decode: nothing joins, nothing leaves. The figures are the host's own wor
 from __future__ import annotations
 
 import argparse
-import cProfile
 import contextlib
+import cProfile
 import json
 import pstats
 import time
@@ -102,7 +102,7 @@ def measure(batch: int, steps: int, context: int, profile: bool) -> dict[str, fl
         kernels=reference_kernels(),
         shapes=graph_shapes(batch, config.max_num_batched_tokens),
     )
-    for key in runner.keys():
+    for key in runner.graph_keys():
         for slot in runner._ring.slots:
             runner._captured[slot.index, key] = lambda: None
     scheduler = Scheduler(config, layout, blocks)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny
-from paged import greedy
 
 from gapless.attention import reference
 from gapless.attention.context import AttentionContext, AttentionParams
@@ -13,9 +11,13 @@ from gapless.model import ops_reference
 from gapless.model.adapter import TransformersModel
 from gapless.model.fused import FusedDecoder, NotFusable, fuse
 from gapless.model.probe import probe_parity
+from models import tiny
+from paged import greedy
 
 
-def attend_cached(q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams) -> torch.Tensor:
+def attend_cached(
+    q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams
+) -> torch.Tensor:
     """The reference writes k and v itself, so it is handed what the cache holds already."""
     flat = cache.flatten(1, 2)[:, context.slot_mapping]
     return reference.attend(q, flat[0], flat[1], cache, context, params)

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 import torch
-from models import KINDS, tiny
 
 from gapless import LLM, SamplingParams
+from models import KINDS, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

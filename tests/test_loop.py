@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from harness import Job, make_request, random_jobs, run_jobs
 from hash_model import EOS, HashModel
 

@@ -6,8 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from harness import Job, make_request, run_jobs
-from hash_model import HashModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +14,8 @@ from gapless.errors import RequestError
 from gapless.plan import Feature, RowLayout, StepPlan
 from gapless.request import FinishReason
 from gapless.scheduler import Scheduler
+from harness import Job, make_request, run_jobs
+from hash_model import HashModel
 
 
 def make(num_blocks: int = 100, **options: object) -> Scheduler:

@@ -1,4 +1,4 @@
-"""From options to an engine: load the model, measure, size the KV cache, capture, wire the parts. Runs once, at start."""
+"""From options to an engine: load the model, size the KV cache, capture, wire the parts. Runs once, at start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from gapless.engine import Engine
 from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
-from gapless.pipeline.kernels import Kernels, reference_kernels
+from gapless.pipeline.kernels import reference_kernels, triton_kernels
 from gapless.pipeline.runner import Key, Runner
-from gapless.pipeline.shapes import EXACT, Shapes, graph_shapes
+from gapless.pipeline.shapes import EXACT, graph_shapes
 from gapless.plan import RowLayout
 from gapless.scheduler import Scheduler, max_updates
 
@@ -34,6 +35,9 @@ CPU_CACHE_BYTES = 4 * GIB
 """Most that a KV cache takes in a laptop's memory unless told otherwise."""
 SPARE_BYTES = 512 * 2**20
 """Left free on a GPU beside the share that the user gave: for the driver, and for what a capture still takes."""
+
+_CUDA_BUILDS = threading.Lock()
+"""Captures of one process come one after the other: they share the device's default random generator."""
 
 Progress = Callable[[list[Key]], Any]
 
@@ -56,7 +60,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}: no CUDA device was found. Use device='cpu', or install a CUDA build of torch")
+        raise ConfigError(f"device={name!r}: no CUDA device was found. Use device='cpu', or a CUDA build of torch")
     device = torch.device(name)
     if device.type == "cuda":
         index, count = device.index or 0, torch.cuda.device_count()
@@ -89,7 +93,7 @@ def build(
     """
     device = resolve_device(config.device)
     if device.type == "cuda":
-        with torch.cuda.device(device):
+        with _CUDA_BUILDS, torch.cuda.device(device):
             return _build(model, config, device, publish, on_death, check, progress)
     return _build(model, config, device, publish, on_death, check, progress)
 
@@ -107,7 +111,8 @@ def _build(
     model = _model(source, config, device)
     logger.info(
         "%s: %.2f GiB of weights in %s, ready in %.1f s on %s",
-        model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."), time.perf_counter() - start, device,
+        model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."),
+        time.perf_counter() - start, device,
     )  # fmt: skip
     longest = model.max_position if config.max_model_len is None else config.max_model_len
     if longest > model.max_position:
@@ -127,7 +132,7 @@ def _build(
 
             chosen = CudaDevice(device.index)
             shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, capture=not config.enforce_eager)
-            kernels = _triton_kernels()
+            kernels = triton_kernels()
         else:
             chosen, shapes, kernels = CpuDevice(), EXACT, reference_kernels()
         return Runner(
@@ -164,8 +169,10 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
     from gapless.model.loading import load_model
 
     if device.type != "cuda":
-        options = {"dtype": config.dtype, "max_model_len": config.max_model_len, "probe": config.check_model}
-        return load_model(source, device=device, **options).model
+        loaded = load_model(
+            source, dtype=config.dtype, device=device, max_model_len=config.max_model_len, probe=config.check_model
+        )
+        return loaded.model
     from gapless.attention import triton as attention
     from gapless.model import ops_triton
     from gapless.model.fused import NotFusable, fuse
@@ -194,13 +201,6 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
         return plain
     logger.info("fused in every layer: q, k, v; gate, up; residual + norm; q/k norm + RoPE + cache write; SiLU * up")
     return fused
-
-
-def _triton_kernels() -> Kernels:
-    from gapless.pipeline.prepare_triton import prepare
-    from gapless.sampling.triton import sample_and_store
-
-    return Kernels(prepare, sample_and_store)
 
 
 def block_bytes(model: CausalModel, block_size: int) -> int:
@@ -241,7 +241,8 @@ def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: C
     """Bytes for the KV pool: capture the largest graphs on a tiny pool, see what they took, and drop them."""
     runner = make_runner(2)
     try:
-        runner.capture(runner.keys()[:1] + [key for key in runner.keys() if key.decode_only][:1])
+        keys = runner.graph_keys()
+        runner.capture(keys[:1] + [key for key in keys if key.decode_only][:1])
         torch.cuda.synchronize(device)  # sync-ok: at start
         free, total = torch.cuda.mem_get_info(device)
     except torch.OutOfMemoryError as error:
@@ -261,11 +262,13 @@ def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: C
 
 def _capture(runner: Runner, device: torch.device, progress: Progress, depth: int) -> None:
     start, before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-    keys = runner.keys()
+    keys = runner.graph_keys()
     try:
         runner.capture(keys, progress)
     except torch.OutOfMemoryError as error:
-        raise ConfigError("out of memory while capturing: lower gpu_memory_utilization by 0.05, or use enforce_eager") from error
+        raise ConfigError(
+            "out of memory while capturing: lower gpu_memory_utilization by 0.05, or use enforce_eager"
+        ) from error
     logger.info(
         "%d graphs for %d slots in %.1f s, %.2f GiB",
         len(keys) * depth, depth, time.perf_counter() - start, (before - torch.cuda.mem_get_info(device)[0]) / GIB,

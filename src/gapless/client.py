@@ -53,7 +53,9 @@ class EngineClient:
         progress: shows the captures at start.
     """
 
-    def __init__(self, model: Any, config: EngineConfig, tokenizer: Any = "auto", progress: Progress = iter) -> None:
+    def __init__(
+        self, model: Any, config: EngineConfig, tokenizer: Any = "auto", progress: Progress = iter
+    ) -> None:
         self._outputs = OutputProcessor(self._on_stop)
         self._messages: queue.SimpleQueue[StepMessage | None] = queue.SimpleQueue()
         self._ids = itertools.count()

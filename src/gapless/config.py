@@ -59,7 +59,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         device = self.device
-        known = isinstance(device, str) and (device in ("auto", "cpu", "cuda") or device.removeprefix("cuda:").isdigit())
+        known = isinstance(device, str)
+        known = known and (device in ("auto", "cpu", "cuda") or device.removeprefix("cuda:").isdigit())
         _check("device", device, known, "auto, cpu, cuda or cuda:N")
         for name in ("pipeline_depth", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
@@ -89,5 +90,6 @@ class EngineConfig:
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
-                raise ConfigError(f"unknown engine option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"unknown engine option {name!r}.{hint} Known: {', '.join(known)}")
         return cls(**options)

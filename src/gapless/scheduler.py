@@ -465,6 +465,6 @@ class Scheduler:
         for row in used:
             if not r.computed[row] <= r.total[row] <= r.limit[row] or r.known[row] > r.total[row]:
                 raise RuntimeError(
-                    f"row {row}: counts out of order: computed {r.computed[row]}, known {r.known[row]}, total {r.total[row]}, "
-                    f"limit {r.limit[row]}"
+                    f"row {row}: counts out of order: computed {r.computed[row]}, known {r.known[row]}, "
+                    f"total {r.total[row]}, limit {r.limit[row]}"
                 )

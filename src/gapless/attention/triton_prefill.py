@@ -30,7 +30,7 @@ class PrefillConfig:
 # (compute capability major, padded head size, bytes per element); 0 stands for every other device.
 CONFIGS: dict[tuple[int, int, int], PrefillConfig] = {
     (9, 64, 2): PrefillConfig(128, 128, 8, 3),
-    (9, 128, 2): PrefillConfig(128, 128, 8, 2),
+    (9, 128, 2): PrefillConfig(128, 64, 8, 3),
     (9, 256, 2): PrefillConfig(128, 32, 8, 2),
     (0, 64, 2): PrefillConfig(128, 64, 4, 2),
     (0, 128, 2): PrefillConfig(128, 32, 4, 2),

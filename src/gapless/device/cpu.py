@@ -220,7 +220,7 @@ class CpuDevice:
                 _bytes(buffer).copy_(torch.where(mask, saved[key], _bytes(buffer)))
         for first, second in zip(*results, strict=True):
             if not torch.equal(first, second):
-                raise UndeclaredAccessError(f"{name!r} read something that it did not declare: its results depend on it")
+                raise UndeclaredAccessError(f"{name!r} read what it did not declare: its results depend on it")
         changed = {k for k, b in self._buffers.items() if not torch.equal(_bytes(b), saved[k])}
         written = {k for k, b in self._buffers.items() if not bool(_undeclared(b, access.writes).all())}
         if changed - written:

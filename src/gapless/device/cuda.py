@@ -29,7 +29,7 @@ class CudaEvent:
     __slots__ = ("event",)
 
     def __init__(self, timing: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=timing)
+        self.event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Stream) -> None:
         self.event.record(cast(CudaStream, stream))
@@ -38,7 +38,7 @@ class CudaEvent:
         cast(CudaStream, stream).wait_event(self.event)
 
     def query(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         self.event.synchronize()  # sync-ok: the d2h event of the oldest step
@@ -58,11 +58,12 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.copies = CopyCounts()
         with torch.cuda.device(index):
-            streams = [CudaStream(device=self.torch_device) for _ in range(3)]
+            streams = [CudaStream(device=self.torch_device) for _ in range(3)]  # type: ignore[no-untyped-call]
             self.pool = torch.cuda.graph_pool_handle()
         for stream, name in zip(streams, ("h2d", "compute", "d2h"), strict=True):
             stream.name = name
         self._h2d, self._compute, self._d2h = streams
+        self._on_h2d, self._on_d2h = torch.cuda.stream(self._h2d), torch.cuda.stream(self._d2h)
         self.h2d: Stream = self._h2d
         self.compute: Stream = self._compute
         self.d2h: Stream = self._d2h
@@ -83,13 +84,13 @@ class CudaDevice:
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.h2d += 1
         self.copies.h2d_bytes += src.nbytes
-        with torch.cuda.stream(self._h2d):
+        with self._on_h2d:
             dst.copy_(src, non_blocking=True)
 
     def copy_d2h(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.d2h += 1
         self.copies.d2h_bytes += src.nbytes
-        with torch.cuda.stream(self._d2h):
+        with self._on_d2h:
             dst.copy_(src, non_blocking=True)
 
     def launch(self, work: Callable[[], None], access: Access, name: str) -> None:
@@ -102,7 +103,7 @@ class CudaDevice:
             work()
         finally:
             graph.capture_end()
-        return cast("Callable[[], None]", graph.replay)
+        return graph.replay
 
     def host_access(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -144,7 +144,7 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         idle = {b for b in range(1, self.num_blocks) if self._refs[b] == 0}
         if len(free) != len(self._free) or free & cached or free | cached != idle:
-            raise RuntimeError(f"free {sorted(free)} and cached {sorted(cached)} are not the idle blocks {sorted(idle)}")
+            raise RuntimeError(f"free {sorted(free)} and cached {sorted(cached)} are not the idle {sorted(idle)}")
         if self._refs[NULL_BLOCK] or NULL_BLOCK in free | cached:
             raise RuntimeError("the null block is in use")
         if {self._by_key[e.key] for e in self._published.values()} != set(self._published):

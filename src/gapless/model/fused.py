@@ -165,7 +165,7 @@ def _fuse_layer(layer: nn.Module, at: str, spec: KVSpec, eps: float, ops: Any, *
     if any(n is not None and n.weight.numel() != spec.head_dim_k for n in norms):
         raise NotFusable(f"{at}: the norms of q and k are not per head")
     for norm in (layer.input_layernorm, layer.post_attention_layernorm, *norms):
-        if norm is not None and _eps(norm) != eps:  # type: ignore[arg-type]
+        if norm is not None and _eps(norm) != eps:
             raise NotFusable(f"{at} has norms of different eps")
     if check:
         _check_parts(layer, at, eps, ops)

@@ -43,6 +43,14 @@ class Kernels:
     sample: Sample
 
 
+def triton_kernels() -> Kernels:
+    """Triton, for a GPU. Imported late: a CPU needs none of it."""
+    from gapless.pipeline import prepare_triton
+    from gapless.sampling import triton
+
+    return Kernels(prepare_triton.prepare, triton.sample_and_store)
+
+
 def reference_kernels() -> Kernels:
     """Plain torch, for the CPU."""
     return Kernels(prepare, sample_and_store)

@@ -146,7 +146,7 @@ class Runner:
         with device.host_access():
             used = slot.fill(plan, layout, self.layout.null_row)
 
-        device.copy_h2d(slot.device[:used], slot.host[:used], "h2d")
+        device.copy_h2d(*slot.used(used), "h2d")
         slot.h2d_done.record(device.h2d)
 
         slot.h2d_done.wait(device.compute)
@@ -177,7 +177,7 @@ class Runner:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def keys(self) -> list[Key]:
+    def graph_keys(self) -> list[Key]:
         """Everything that a step can ask for: forwards by shape, samples by width and features. Largest first, so
         that later captures find their memory in the pool."""
         shapes = self._shapes

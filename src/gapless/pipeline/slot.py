@@ -40,6 +40,7 @@ class Slot:
         self.h2d_done = device.event()
         self.compute_done = device.event()
         self.d2h_done = device.event()
+        self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._words: I32 = self.host.numpy()
         self._tokens: I32 = self.out_host.numpy()
 
@@ -68,6 +69,14 @@ class Slot:
         used = used_words(plan, layout)
         w[layout.updates : used] = plan.updates.reshape(-1)
         return used
+
+    def used(self, words: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``words`` words of the device twin and of the pinned region. Cut once: a steady batch asks for the
+        same length again and again."""
+        pair = self._pairs.get(words)
+        if pair is None:
+            pair = self._pairs[words] = (self.device[:words], self.host[:words])
+        return pair
 
     def read(self, num_seqs: int) -> I32:
         """The step's tokens ``[S]``, copied. Only after `d2h_done`."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gapless.trace.causes import PREFIX, SYNC_CALL, Attribution, Host, attribute, is_pageable
-from gapless.trace.recording import COPY, KERNEL, Recording, Spans
+from gapless.trace.recording import KERNEL, Recording, Spans
 from gapless.trace.steps import Steps
 
 THRESHOLD_US = 5.0

@@ -16,13 +16,13 @@ a blocking call as the device ran dry, all of the gap follows from that call (``
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from gapless.trace.intervals import Intervals, Nested
+from gapless.trace.intervals import Nested
 from gapless.trace.recording import COPY, KERNEL, Recording, Spans
 
 NODES, COPYING, SYNC, HOST, NO_WORK, LATENCY, UNKNOWN = CAUSES = (
@@ -227,4 +227,18 @@ def _explain(recording: Recording, host: Host, work: Spans, a: float, b: float, 
     pieces = host.pieces(lane, a, launched) if launched > a else []
     if b > launched:
         pieces.append(Piece(launched, b, LATENCY, call))
-    return Gap(a, b, name, host.opener(lane, a), tuple(pieces))
+    return Gap(a, b, name, host.opener(lane, a), tuple(_merged(pieces)))
+
+
+def _merged(pieces: list[Piece]) -> Iterator[Piece]:
+    """Neighbours of one cause and detail as one."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is not None and last[2:] == piece[2:]:
+            last = last._replace(end=piece.end)
+        else:
+            if last is not None:
+                yield last
+            last = piece
+    if last is not None:
+        yield last
