@@ -1,6 +1,6 @@
 # make demo   a small real model answers the prompts of examples/ through the asynchronous loop
 # make test   all tests
-# Both create .venv and bring the model on their first call. Others: make lint, types, clean.
+# Both create .venv and bring the model on their first call. Others: make lint, types, model, readme, clean.
 #
 # PYTHON and VENV may be given: make test PYTHON=python3.12 VENV=/tmp/venv
 
@@ -14,7 +14,7 @@ CUDA := import importlib.util as u, sys; sys.exit(not u.find_spec("torch") or __
 INSTALL = if $(BIN)/python -c '$(CUDA)' 2>/dev/null; then pins=; else pins='-c constraints-dev.txt'; fi; \
 	$(BIN)/python -m pip install --quiet $$pins
 
-.PHONY: demo test lint types install model clean
+.PHONY: demo test lint types install model readme clean
 
 demo: $(VENV)/.demo model
 	$(BIN)/python examples/demo.py
@@ -47,6 +47,10 @@ $(VENV)/.dev: pyproject.toml constraints-dev.txt | $(BIN)/python
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: give one with PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $$($(PYTHON) -c '$(CUDA)' 2>/dev/null && echo --system-site-packages) $(VENV)
+
+# Quotes the loop in README.md as it is now.
+readme: $(VENV)/.dev
+	$(BIN)/python tools/quote_loop.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

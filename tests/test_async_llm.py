@@ -88,9 +88,7 @@ def test_text_boundaries() -> None:
             for piece in pieces[1:]:
                 accumulate(total, piece)
             assert total.outputs[0].token_ids == whole.outputs[0].token_ids
-            assert whole.outputs[0].text == tokenizer().decode(
-                whole.outputs[0].token_ids, skip_special_tokens=True
-            )
+            assert whole.outputs[0].text == tokenizer().decode(whole.outputs[0].token_ids, skip_special_tokens=True)
 
     run(test)
 
@@ -229,8 +227,8 @@ def test_aclose_and_cancel_abort() -> None:
             await anext(outputs)
             gate.open.clear()
             await outputs.aclose()
-            task = asyncio.create_task(last(llm, "hello", LONG))
-            await asyncio.to_thread(wait_until, lambda: llm._client.pending == 2, "both requests")
+            task = asyncio.create_task(last(llm, "hello", LONG, request_id="second"))
+            await asyncio.to_thread(wait_until, lambda: "second" in llm._client._groups, "the second request")
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -242,9 +240,7 @@ def test_aclose_and_cancel_abort() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
-    "bad", ["", {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}, 5, {"prompt": "h", "n": 1}]
-)
+@pytest.mark.parametrize("bad", ["", {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}, 5, {"prompt": "h", "n": 1}])
 def test_bad_prompts(bad: Any) -> None:
     async def test(llm: AsyncLLM) -> None:
         good = asyncio.create_task(last(llm, "hello"))

@@ -169,7 +169,7 @@ class Case:
 def small_decode(**changes: Any) -> Any:
     from gapless.attention.triton_decode import DecodeConfig
 
-    return replace(DecodeConfig(block_n=16, min_split=16, programs=8), **changes)
+    return replace(DecodeConfig(block_n=16, min_split=16, whole=20, programs=8), **changes)
 
 
 DECODE = Shape(((1, 0), (1, 36), (1, 100), (1, 15)), decode_only=True)

@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "errors", "request", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"rows", "scheduler"},
+    {"rows", "prefix", "steady", "scheduler"},
     {"model", "attention", "sampling"},
     {"pipeline"},
     {"engine", "build"},
@@ -104,7 +104,5 @@ def test_what_plans_imports_no_torch(path: Path) -> None:
 @pytest.mark.parametrize("name", ["scheduler", "engine", "messages", "cli", "cli.generate", "text.outputs"])
 def test_torch_stays_out(name: str) -> None:
     code = f"import sys, gapless.{name}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

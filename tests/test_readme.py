@@ -20,7 +20,8 @@ def test_the_loop_is_the_code() -> None:
     source = (ROOT / "src" / "gapless" / "engine.py").read_text(encoding="utf-8")
     (node,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "_loop")
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-    assert f"```python\n{textwrap.dedent(chr(10).join(lines))}\n```" in README
+    quote = f"```python\n{textwrap.dedent(chr(10).join(lines))}\n```"
+    assert quote in README, "`make readme` quotes it anew"
     assert len(lines) <= 40, "the loop fits on a screen"
 
 

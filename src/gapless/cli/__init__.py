@@ -19,6 +19,8 @@ from gapless.errors import ConfigError, RequestError, UnsupportedModelError, did
 
 COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
+    "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
+    "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
 }
 """Name: (module, one line of help)."""
 

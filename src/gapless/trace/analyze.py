@@ -14,6 +14,7 @@ Host calls are counted over the same steps in the host's time, from one launch t
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -165,8 +166,10 @@ def _gap_per_node(kernels: Spans) -> float | None:
 
 
 def _runs(values: np.ndarray[Any, Any]) -> Iterable[tuple[int, int]]:
-    marks = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1], [True]))) if len(values) else []
-    return [(int(a), int(b)) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    if not len(values):
+        return []
+    marks = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1], [True])))
+    return itertools.pairwise(marks.tolist())
 
 
 def _copies(recording: Recording, copies: Spans, n: int) -> list[dict[str, Any]]:

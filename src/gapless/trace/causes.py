@@ -183,14 +183,14 @@ def attribute(recording: Recording, window: tuple[float, float], threshold: floa
         by_detail[COPYING, recording.names[name]] = mine.minus(kernels).total
     gaps: list[Gap] = []
     host = Host(recording)
-    neighbours = _neighbours(inside)
+    neighbours = _neighbours(work)
     for a, b in busy.gaps(start, end).pairs():
         before, after = neighbours(a, b)
-        same_graph = before >= 0 and after >= 0 and inside.link[before] == inside.link[after] >= 0
+        same_graph = before >= 0 and after >= 0 and work.link[before] == work.link[after] >= 0
         if b - a < threshold or same_graph:
             by_cause[NODES] += b - a
             continue
-        gap = _explain(recording, host, inside, a, b, after)
+        gap = _explain(recording, host, work, a, b, after)
         gaps.append(gap)
         if gap.opened_by:
             by_opener[gap.opened_by] = by_opener.get(gap.opened_by, 0.0) + b - a
@@ -216,7 +216,7 @@ def _neighbours(work: Spans) -> Callable[[float, float], tuple[int, int]]:
 
 def _explain(recording: Recording, host: Host, work: Spans, a: float, b: float, after: int) -> Gap:
     if after < 0:
-        return Gap(a, b, "", "", (Piece(a, b, UNKNOWN, "the window ends"),))
+        return Gap(a, b, "", "", (Piece(a, b, UNKNOWN, "the profile ends"),))
     name = recording.names[int(work.name[after])]
     row = host.launch_of(int(work.link[after]))
     if row < 0:
@@ -227,7 +227,8 @@ def _explain(recording: Recording, host: Host, work: Spans, a: float, b: float, 
     pieces = host.pieces(lane, a, launched) if launched > a else []
     if b > launched:
         pieces.append(Piece(launched, b, LATENCY, call))
-    return Gap(a, b, name, host.opener(lane, a), tuple(_merged(pieces)))
+    opened_by = host.opener(lane, a) if launched > a else ""
+    return Gap(a, b, name, opened_by, tuple(_merged(pieces)))
 
 
 def _merged(pieces: list[Piece]) -> Iterator[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,4 +111,4 @@ class Nested:
             marks.add(float(self.end[i]))
             i = int(self.parent[i])
         times = sorted(t for t in marks if start <= t <= end)
-        return [(a, b, self.at(a)) for a, b in zip(times, times[1:], strict=False)]
+        return [(a, b, self.at(a)) for a, b in itertools.pairwise(times)]

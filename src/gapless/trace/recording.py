@@ -82,7 +82,7 @@ class Spans:
 
 class _Builder:
     def __init__(self) -> None:
-        self.columns = [array(code) for code in "ddiiiqq"]
+        self.columns: list[array[Any]] = [array(code) for code in "ddiiiqq"]
 
     def add(self, *values: float) -> None:
         for column, value in zip(self.columns, values, strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gapless.trace.causes import HOST, LATENCY, NO_WORK, SYNC
 from gapless.trace.analyze import Report
+from gapless.trace.causes import HOST, LATENCY, NO_WORK, SYNC
 
 EXPLAIN = {
     "between nodes": "between dependent kernels, or shorter than the threshold",
@@ -33,7 +33,7 @@ def _lines(r: Report) -> Iterator[str]:
     for note in r.notes:
         yield f"note: {note}"
     yield ""
-    yield f"kernel-busy under the profiler {percent(r.kernel_busy):>10}   kernels and copies run; idle {percent(r.idle)}"
+    yield f"kernel-busy under the profiler {percent(r.kernel_busy):>10}   kernels and copies; idle {percent(r.idle)}"
     yield f"kernels alone                  {percent(r.compute_busy):>10}"
     if r.undisturbed_busy is not None:
         step = f"{r.busy_ms_per_step:.3f} ms of work in a step of {r.undisturbed_step_ms:.3f} ms without a profiler"
@@ -72,7 +72,8 @@ def _lines(r: Report) -> Iterator[str]:
 
 def _causes(r: Report) -> Iterator[str]:
     total = sum(r.causes_ms.values())
-    yield f"time without a kernel: {r.no_kernel_ms:.3f} ms of {r.span_ms:.3f} ms, by cause (threshold {r.threshold_us:g} us)"
+    of = f"{r.no_kernel_ms:.3f} ms of {r.span_ms:.3f} ms"
+    yield f"time without a kernel: {of}, by cause (threshold {r.threshold_us:g} us)"
     for cause, ms in r.causes_ms.items():
         if ms > 0 or cause in (SYNC, HOST):
             share = ms / r.span_ms if r.span_ms else 0.0
