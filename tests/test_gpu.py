@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import traceback
 
 import pytest
 import torch
@@ -63,35 +64,74 @@ def test_fp32_greedy_equals_transformers(kind: str) -> None:
         assert tokens == expected[0, ids.shape[1] :].tolist()
 
 
-def test_two_engines_in_two_threads() -> None:
-    model = tiny("llama").cuda()
-    params = mixed_params()
-    truth = run(model, params, pipeline_depth=1)
-    results: dict[int, list[list[int]]] = {}
-    threads = [threading.Thread(target=lambda i=i: results.update({i: run(model, params)})) for i in range(2)]
+def in_threads(count: int, work: object) -> list[object]:
+    """Results of ``work(i)`` in threads that run at once; the first thread's exception is raised with its traceback."""
+    results: dict[int, object] = {}
+    errors: list[str] = []
+
+    def body(i: int) -> None:
+        try:
+            results[i] = work(i)  # type: ignore[operator]
+        except BaseException:
+            errors.append(f"thread {i}:\n{traceback.format_exc()}")
+
+    threads = [threading.Thread(target=body, args=(i,), name=f"caller {i}") for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert results == {0: truth, 1: truth}
+        thread.join(timeout=120)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    assert not errors, "\n".join(errors)
+    return [results[i] for i in range(count)]
 
 
-def test_nothing_waits_for_the_device_in_200_mixed_steps() -> None:
-    """PyTorch raises at any call that makes the host wait, on any thread, while this runs."""
-    model = tiny("llama").cuda()
-    rng = random.Random(2)
-    shared = [rng.randrange(2, WORDS) for _ in range(40)]
-    many = [{"prompt_token_ids": shared[: rng.randint(1, 40)] + [rng.randrange(2, WORDS)]} for _ in range(60)]
-    params = [SamplingParams(temperature=i % 2, max_tokens=rng.randint(1, 40), seed=i) for i in range(60)]
-    with LLM(model, device="cuda", max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128) as llm:
-        copies = llm._client._built.runner.device.copies
-        before, steps = (copies.h2d, copies.d2h), llm.stats()[0].steps
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            llm.generate(many, params, use_tqdm=False)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        engine, scheduler = llm.stats()
-        assert engine.steps - steps >= 200
-        assert scheduler.prefix_hit_tokens > 0
-        assert (copies.h2d - before[0], copies.d2h - before[1]) == (engine.steps - steps,) * 2
+def test_an_engine_lives_in_a_thread() -> None:
+    model, params = tiny("llama").cuda(), mixed_params()
+    truth = run(model, params)
+    assert in_threads(1, lambda _: run(model, params)) == [truth]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_engines_in_two_threads(shared: bool) -> None:
+    """Over one model object, whose weights they share, and over two; each is built while the other may run."""
+    models = [tiny("llama").cuda()] * 2 if shared else [tiny("llama").cuda() for _ in range(2)]
+    params = mixed_params()
+    truth = run(models[0], params, pipeline_depth=1)
+    assert in_threads(2, lambda i: [run(models[i], params) for _ in range(3)]) == [[truth] * 3] * 2
+
+
+def test_an_engine_runs_while_others_are_built_and_closed() -> None:
+    model, params = tiny("llama").cuda(), mixed_params()
+    truth, stop = run(model, params), threading.Event()
+
+    def work(i: int) -> int:
+        if i:
+            try:
+                return sum(run(model, params, num_kv_blocks=None, gpu_memory_utilization=0.2) == truth for _ in range(4))
+            finally:
+                stop.set()
+        runs = 0
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "num_kv_blocks": 200}
+        with LLM(model, device="cuda", **options) as llm:
+            while not stop.is_set() or not runs:
+                outputs = llm.generate(prompts(), params, use_tqdm=False)
+                assert [o.outputs[0].token_ids for o in outputs] == truth
+                runs += 1
+        return runs
+
+    runs, built = in_threads(2, work)
+    assert built == 4
+    assert runs
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_device() -> None:
+    params = mixed_params()
+    truth = run(tiny("llama").to("cuda:0"), params)
+    torch.cuda.set_device(0)
+    model = tiny("llama").to("cuda:1")
+    assert run(model, params, device="cuda:1") == truth
+    assert run(model, params, device="cuda:1", enforce_eager=True) == truth
+    assert torch.cuda.current_device() == 0
+    both = in_threads(2, lambda i: run(tiny("llama").to(f"cuda:{i}"), params, device=f"cuda:{i}"))
+    assert both == [truth, truth]

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-approx = pytest.approx
 
 from gapless.cli import main
 from gapless.trace.analyze import Report, analyze
@@ -142,7 +140,11 @@ def any_trace(draw: st.DrawFn) -> Trace:
 @given(any_trace(), st.floats(0, 20))
 def test_causes_sum_to_the_time_without_a_kernel(trace: Trace, threshold: float) -> None:
     recording = collect(trace.events)
-    r, found = analyze(recording, find_steps(recording), threshold)
+    try:
+        steps = find_steps(recording)
+    except TraceError:
+        assume(False)
+    r, found = analyze(recording, steps, threshold)
     assert sum(r.causes_ms.values()) == approx(r.no_kernel_ms, abs=1e-9)
     assert r.causes_ms[COPYING] == approx((r.kernel_busy - r.compute_busy) * r.span_ms, abs=1e-9)
     for gap in found.gaps:
@@ -170,7 +172,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "75.33 %" in text
     assert json.loads(out.read_text())["kernel_busy"] == approx(0.678)
     assert main(["trace", "analyze", file, "--annotation", "commit"]) == 1  # nothing is launched in it
-    assert "fewer than two" in capsys.readouterr().out + "fewer than two"
+    assert "fewer than two steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ needs true counts ends the steady phase first; the general path takes over and m
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from gapless.plan import I32, Bools, Feature, StepPlan
@@ -48,6 +50,7 @@ class Steady:
         self.until_limit = int((table.limit[rows] - table.known[rows]).min())  # commits until the first end by length
         self.in_flight = int(table.in_flight[rows].max())
         self.last_drawn: I32 | None = None
+        self._first = rows[table.known[rows] == table.prompt_len[rows]]  # their first token is in flight
         self._planned = 0  # since the table's counts were true
         self._committed = 0
 
@@ -90,6 +93,9 @@ class Steady:
         if self._stops is not None and (drawn[:, None] == self._stops).any():
             return False
         self._table.tokens[self.rows, plan.starts + np.int32(1)] = drawn
+        if len(self._first):
+            self._table.first_token_time[self._first] = time.monotonic()
+            self._first = self._first[:0]
         self.until_limit -= 1
         self.in_flight -= 1
         self._committed += 1

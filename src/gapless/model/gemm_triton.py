@@ -91,20 +91,23 @@ class GemmConfig:
 
 
 class Workspace:
-    """Partials and counters of the split products of one stream. Grows only outside of a capture."""
+    """Partials and counters of the split products of one stream.
+
+    Captured graphs hold its addresses, so it must not grow after the first capture: `reserve` first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.partials = torch.empty(0, dtype=torch.float32, device=device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=device)
 
+    def fits(self, partials: int, counters: int) -> bool:
+        return partials <= self.partials.numel() and counters <= self.counters.numel()
+
     def reserve(self, partials: int, counters: int) -> None:
-        if partials > self.partials.numel() or counters > self.counters.numel():
+        """Make room. The numbers are those of `workspace_size`."""
+        if not self.fits(partials, counters):
             device = self.counters.device
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("the workspace of the split products is too small for what is captured")
-            self.partials = torch.empty(
-                max(partials, self.partials.numel()), dtype=torch.float32, device=device
-            )
+            self.partials = self.partials.new_empty(max(partials, self.partials.numel()))
             self.counters = torch.zeros(max(counters, self.counters.numel()), dtype=torch.int32, device=device)
 
 
@@ -243,9 +246,10 @@ def _dot_kernel(
         which = m_tile * TILES + tile
         base = part_ptr + which.to(tl.int64) * (S * HALVES * SIZE)
         mine = base + part * (HALVES * SIZE) + place
-        tl.store(mine, acc, mask=m_in[None, :])
+        # Tokens beyond M are stored too: a mask along the contiguous dimension would halve the width of an access.
+        tl.store(mine, acc)
         if OP == GLU:
-            tl.store(mine + SIZE, up, mask=m_in[None, :])
+            tl.store(mine + SIZE, up)
         # All threads' stores, then one thread's release; its acquire, then all threads' loads (the broadcast of
         # its result has a barrier). The loads bypass the first-level cache, which is not coherent.
         tl.debug_barrier()
@@ -254,15 +258,11 @@ def _dot_kernel(
         tl.store(count_ptr + which, 0)
         acc = tl.zeros((BN, BM), tl.float32)
         for s in tl.static_range(S):
-            acc += tl.load(
-                base + s * (HALVES * SIZE) + place, mask=m_in[None, :], other=0.0, cache_modifier=".cg"
-            )
+            acc += tl.load(base + s * (HALVES * SIZE) + place, cache_modifier=".cg")
         if OP == GLU:
             up = tl.zeros((BN, BM), tl.float32)
             for s in tl.static_range(S):
-                up += tl.load(
-                    base + (s * HALVES + 1) * SIZE + place, mask=m_in[None, :], other=0.0, cache_modifier=".cg"
-                )
+                up += tl.load(base + (s * HALVES + 1) * SIZE + place, cache_modifier=".cg")
 
     if OP == RESIDUAL:
         sq_out_ptr += tile
@@ -491,7 +491,7 @@ def residual(
 
 
 def workspace_size(op: str, m: int, n: int, config: GemmConfig) -> tuple[int, int]:
-    """Partials and counters that `_gemm` needs; ``n`` rows of weights."""
+    """Partials and counters that a product needs; ``n`` rows of weights."""
     if not config.dot or config.split == 1:
         return 0, 0
     halves = 2 if op == "glu" else 1
@@ -536,7 +536,8 @@ def _gemm(
             x, weight, bias, squares, residual, norm, out, ahead, squares_out, eps, **shared
         )
         return
-    workspace.reserve(*workspace_size(op, m, rows, config))
+    if not workspace.fits(*workspace_size(op, m, rows, config)):
+        raise RuntimeError(f"the workspace has no room for {op} of {m} x {rows} x {k}: reserve it first")
     bm = config.rows(m)
     _dot_kernel[(-(-m // bm), config.tiles(n) * config.split)](
         x, weight, bias, squares, residual, norm, out, ahead, squares_out, workspace.partials,

@@ -58,7 +58,7 @@ def find_steps(
         count: the trace is known to hold so many steps, and no way to tell them apart.
 
     Raises:
-        TraceError: there is no work on a device, or no range of that name.
+        TraceError: there is no work on a device, no range of that name, or fewer than two steps.
     """
     if not len(recording.work):
         raise TraceError("the trace holds no work of a GPU: no kernel, no copy. Was it recorded on the CPU only?")
@@ -106,7 +106,7 @@ def _by_launches(recording: Recording, per_step: int | None) -> Steps:
     whole = (group >= 0) & (np.arange(len(launches)) < first + period * ((len(launches) - first) // period))
     step_of_link = dict(zip(launches.link[whole].tolist(), group[whole].tolist(), strict=True))
     starts = launches.start[first::period][: int(group[whole].max()) + 1] if whole.any() else launches.start[:0]
-    plural = "" if period == 1 else "s in a row"
+    plural = "" if period == 1 else "es in a row"
     return _steps(recording, step_of_link, starts, f"{period} graph launch{plural} a step")
 
 
@@ -129,12 +129,13 @@ def _steps(recording: Recording, step_of_link: dict[int, int], host_begin: F64, 
         np.minimum.at(begin, step_of[rows], work.start[rows])
         np.maximum.at(end, step_of[rows], work.end[rows])
     kept = np.flatnonzero(np.isfinite(begin))  # a step that launched nothing is none
+    kept = kept[np.argsort(begin[kept], kind="stable")]
     number = np.full(count + 1, -1, np.int64)
     number[kept] = np.arange(len(kept))
     step_of, begin, end, host_begin = number[step_of], begin[kept], end[kept], host_begin[kept]
-    if len(kept) < 2:
-        return _whole(recording, f"{how}; fewer than two of them", 1)
-    window, host = (float(begin[0]), float(begin[-1])), (float(host_begin[0]), float(host_begin[-1]))
+    if len(kept) < 2 or begin[-1] <= begin[0]:
+        raise TraceError(f"fewer than two steps, by {how}, started work on the device")
+    window, host = (float(begin[0]), float(begin[-1])), (float(host_begin.min()), float(host_begin.max()))
     return Steps(how, step_of, begin, end, host_begin, len(kept) - 1, window, host)
 
 

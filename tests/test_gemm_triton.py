@@ -1,0 +1,241 @@
+"""The products of small batches against plain torch.
+
+Without a GPU the file runs once more in a child process whose Triton interprets the kernels on the CPU; bfloat16,
+dependent launch and real sizes only on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from gapless.model import ops_reference
+from gapless.model.gemm_choice import Chooser, Product, bucket, candidates, default
+from gapless.model.gemm_triton import (
+    EARLY,
+    LATE,
+    OFF,
+    GemmConfig,
+    Workspace,
+    embed,
+    glu,
+    plain,
+    residual,
+    workspace_size,
+)
+
+GPU = torch.cuda.is_available()
+CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+EPS = 1e-5
+runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
+
+
+@pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
+def test_all_cases_in_the_interpreter() -> None:
+    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    print(done.stdout[-6000:], done.stderr[-2000:])
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+class Chain:
+    """Embedding, product with norm, residual, GLU, residual, product with norm: kernels and unfused operations."""
+
+    def __init__(
+        self, m: int, h: int, f: int, seed: int, dtype: torch.dtype = torch.float32, device: str = DEVICE
+    ) -> None:
+        print(f"seed={seed} m={m} h={h} f={f}")
+        gen = torch.Generator().manual_seed(seed)
+
+        def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*size, generator=gen) * scale).to(dtype).to(device)
+
+        self.m, self.h, self.f, self.device = m, h, f, device
+        self.table = normal(50, h)
+        self.ids = torch.randint(0, 50, (m,), generator=gen).to(device)
+        self.norms = [(1 + normal(h, scale=0.2)) for _ in range(3)]
+        self.first, self.first_bias = normal(f, h, scale=h**-0.5), normal(f, scale=0.1)
+        self.out, self.out_bias = normal(h, f, scale=f**-0.5), normal(h, scale=0.1)
+        self.gate_up = normal(2 * f, h, scale=h**-0.5)
+        self.down = normal(h, f, scale=f**-0.5)
+        self.last = normal(f + 8, h, scale=h**-0.5)
+
+    def unfused(self, wide: bool = False) -> list[torch.Tensor]:
+        def w(x: torch.Tensor) -> torch.Tensor:
+            return x.double() if wide else x
+
+        total = functional.embedding(self.ids, w(self.table))
+        norms = [w(n) for n in self.norms]
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if wide:
+                return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+            return ops_reference.rms_norm(x, weight, EPS)
+
+        a = functional.linear(norm(total, norms[0]), w(self.first), w(self.first_bias))
+        b = total + functional.linear(a, w(self.out), w(self.out_bias))
+        c = ops_reference.silu_mul(functional.linear(norm(b, norms[1]), w(self.gate_up)))
+        d = b + functional.linear(c, w(self.down))
+        return [a, b, c, d, functional.linear(norm(d, norms[2]), w(self.last))]
+
+    def fused(self, config: GemmConfig, pdl: int = OFF, space: Workspace | None = None) -> list[torch.Tensor]:
+        if space is None:
+            space = Workspace(torch.device(self.device))
+        for op, weight in (("plain", self.first), ("residual", self.out), ("glu", self.gate_up),
+                           ("residual", self.down), ("plain", self.last)):  # fmt: skip
+            space.reserve(*workspace_size(op, self.m, weight.shape[0], config.fit(weight.shape[1])))
+        start = embed(self.ids, self.table, self.norms[0])
+        a = plain(start.x, self.first, config, space, bias=self.first_bias, squares=start.squares, eps=EPS, pdl=pdl)
+        b = residual(a, self.out, config, space, start.residual, self.norms[1], bias=self.out_bias, pdl=pdl)
+        c = glu(b.x, self.gate_up, config, space, squares=b.squares, eps=EPS, pdl=pdl)
+        d = residual(c, self.down, config, space, b.residual, self.norms[2], pdl=pdl)
+        e = plain(d.x, self.last, config, space, squares=d.squares, eps=EPS, pdl=pdl)
+        assert not space.counters.any()
+        return [a, b.residual, c, d.residual, e]
+
+
+CASES = [
+    (1, 32, 48, GemmConfig(False, 4, 16)),
+    (1, 32, 64, GemmConfig(False, 8, 32, preload=True)),
+    (1, 40, 24, GemmConfig(False, 2, 16, preload=True)),
+    (1, 32, 48, GemmConfig(True, 16, 16)),
+    (5, 32, 48, GemmConfig(True, 16, 16, split=2)),
+    (17, 64, 32, GemmConfig(True, 32, 16, split=3, preload=True)),
+    (20, 48, 40, GemmConfig(True, 16, 32, split=2, preload=True)),  # neither outputs nor inputs fill the tiles
+    (35, 32, 48, GemmConfig(True, 32, 16, split=2, block_m=16)),
+]
+
+
+@runs_kernels
+@pytest.mark.parametrize(("m", "h", "f", "config"), CASES)
+def test_chain_equals_unfused(m: int, h: int, f: int, config: GemmConfig) -> None:
+    chain = Chain(m, h, f, seed=random.randrange(2**31))
+    for got, want in zip(chain.fused(config), chain.unfused(), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+
+
+@runs_kernels
+def test_rounding_of_the_unfused_path() -> None:
+    """In half precision nearly every element has the very same bits; a missing or added rounding would show."""
+    chain = Chain(3, 32, 48, seed=random.randrange(2**31), dtype=torch.float16)
+    for i, (got, want) in enumerate(
+        zip(chain.fused(GemmConfig(True, 16, 16, split=2)), chain.unfused(), strict=True)
+    ):
+        gap = ((got.double() - want.double()).norm() / want.double().norm()).item()
+        assert gap < 2e-3, i
+
+
+@runs_kernels
+def test_workspace_must_be_reserved() -> None:
+    x, weight = torch.randn(3, 32, device=DEVICE), torch.randn(32, 32, device=DEVICE)
+    with pytest.raises(RuntimeError, match="reserve"):
+        plain(x, weight, GemmConfig(True, 16, 16, split=2), Workspace(torch.device(DEVICE)))
+
+
+@runs_kernels
+def test_operands_must_fit() -> None:
+    x, weight = torch.randn(3, 32, device=DEVICE), torch.randn(32, 64, device=DEVICE)[:, ::2]
+    with pytest.raises(ValueError, match="contiguous"):
+        plain(x, weight, GemmConfig(True, 16, 16), Workspace(torch.device(DEVICE)))
+
+
+def test_config_is_fitted_to_the_inputs() -> None:
+    config = GemmConfig(True, 64, 128, split=8, prefetch=512).fit(256)
+    assert (config.block_k, config.split, config.prefetch) == (128, 2, 128)
+    assert GemmConfig(True, 64, 128).fit(48).block_k == 64
+
+
+def test_every_shape_has_candidates() -> None:
+    for op in ("plain", "residual", "glu"):
+        for m in (1, 2, 17, 64, 100, 256):
+            for n, k in ((96, 64), (6144, 4096), (4096, 14336), (128256, 4096)):
+                found = candidates(Product(op, m, n, k))
+                assert found[-1] is None
+                assert default(Product(op, m, n, k)) == default(Product(op, bucket(m), n, k))
+                for config in found[:-1]:
+                    assert config is not None
+                    fitted = config.fit(k)
+                    assert fitted.split <= -(-k // fitted.block_k)
+                    assert fitted.dot or m == 1
+
+
+def test_a_chooser_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gapless.model import gemm_choice
+
+    product = Product("plain", 5, 64, 64)
+    best = candidates(product)[1]
+    asked: list[GemmConfig | None] = []
+
+    def measure(_: Product, config: GemmConfig | None, weights: object) -> float:
+        asked.append(config)
+        if config is None:
+            raise RuntimeError("a candidate that fails is passed over")
+        return 1.0 if config == best else 2.0
+
+    monkeypatch.setattr(gemm_choice, "measure", measure)
+    file, device = tmp_path / "choice.json", torch.device("cpu")
+    assert Chooser(device, 5.0, file).choose(product, []) == best
+    assert None in asked
+    asked.clear()
+    assert Chooser(device, 5.0, file).choose(replace(product, m=16), []) == best
+    assert asked == []
+    assert Chooser(device, 0.0).choose(product, []) == default(product)
+    file.write_text("[]")
+    assert Chooser(device, 0.0, file).choose(product, []) == default(product)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 7, 32, 64, 128, 200])
+def test_native_bf16(m: int) -> None:
+    """Not further from exact arithmetic than the unfused operations, by more than a little."""
+    chain = Chain(m, 1024, 3072, seed=random.randrange(2**31), dtype=torch.bfloat16)
+    exact, unfused = chain.unfused(wide=True), chain.unfused()
+    configs = [c for c in candidates(Product("plain", m, 3072, 1024)) if c is not None]
+    for config in configs:
+        for i, got in enumerate(chain.fused(config)):
+            gap, usual = ((x.double() - exact[i]).norm() / exact[i].norm() for x in (got, unfused[i]))
+            assert gap < 1.3 * usual + 1e-4, (config, i)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [OFF, LATE, EARLY])
+def test_replays_do_not_differ_by_one_bit(pdl: int) -> None:
+    if pdl and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs dependent launch")
+    chain = Chain(32, 1024, 3072, seed=random.randrange(2**31), dtype=torch.bfloat16)
+    config = GemmConfig(True, 64, 128, split=4, preload=True, prefetch=256)
+    space = Workspace(torch.device("cuda"))
+    want = chain.fused(config, OFF, space)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            chain_out = _captured(chain, config, pdl, space)
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        graph.replay()
+        for got, expected in zip(chain_out, want, strict=True):
+            bad += (got != expected).any()
+    assert int(bad) == 0
+
+
+def _captured(chain: Chain, config: GemmConfig, pdl: int, space: Workspace) -> list[torch.Tensor]:
+    start = embed(chain.ids, chain.table, chain.norms[0])
+    a = plain(start.x, chain.first, config, space, bias=chain.first_bias, squares=start.squares, eps=EPS, pdl=pdl)
+    b = residual(a, chain.out, config, space, start.residual, chain.norms[1], bias=chain.out_bias, pdl=pdl)
+    c = glu(b.x, chain.gate_up, config, space, squares=b.squares, eps=EPS, pdl=pdl)
+    d = residual(c, chain.down, config, space, b.residual, chain.norms[2], pdl=pdl)
+    return [a, b.residual, c, d.residual, plain(d.x, chain.last, config, space, squares=d.squares, eps=EPS, pdl=pdl)]
