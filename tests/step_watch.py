@@ -123,7 +123,7 @@ def mixed_traffic(llm: Any, steps: int, vocab: int, seed: int = 0, timeout: floa
         if time.monotonic() > deadline:
             raise TimeoutError(f"{now} steps, {client.pending} requests open")
         if now < steps and client.pending < 14 and (now >= next_arrival or client.pending < 2):
-            ids = rng.choice(shared)[: rng.randint(1, 40)] + [rng.randrange(2, vocab)]
+            ids = [*rng.choice(shared)[: rng.randint(1, 40)], rng.randrange(2, vocab)]
             submission = Submission(
                 client.encode({"prompt_token_ids": ids}),
                 _params(rng, sent, vocab),
@@ -141,6 +141,9 @@ def mixed_traffic(llm: Any, steps: int, vocab: int, seed: int = 0, timeout: floa
         now = llm.stats()[0].steps - start
     if errors:
         raise EngineDeadError(f"the engine stopped: {errors[0]!r}") from errors[0]
+    settled = -1
+    while settled != (settled := llm.stats()[0].steps):  # a step may still be in flight for rows that have ended
+        time.sleep(0.02)
     counts = Counter(done.get() for _ in range(sent))
     counts["steps"], counts["requests"] = llm.stats()[0].steps - start, sent
     counts["prefix_hit_tokens"] = llm.stats()[1].prefix_hit_tokens - hits
@@ -217,8 +220,9 @@ class StepCalls:
         calls = "  ".join(f"{name} {n:g}" for name, n in sorted(self.calls.items(), key=lambda item: -item[1]))
         copies = "  ".join(f"{name} {n:g}" for name, n in self.copies.items())
         return (
-            f"{self.steps} steps of {self.ms:.3f} ms, {self.nodes:.1f} nodes each, kernel-busy {100 * self.busy:.2f} %\n"
-            f"  calls per step: {calls}\n  copies per step: {copies}\n  other threads: {self.other_threads or 'no calls'}"
+            f"{self.steps} steps of {self.ms:.3f} ms, {self.nodes:.1f} nodes each, "
+            f"kernel-busy {100 * self.busy:.2f} %\n  calls per step: {calls}\n  copies per step: {copies}\n"
+            f"  other threads: {self.other_threads or 'no calls'}"
         )
 
 

@@ -58,9 +58,8 @@ def test_fp32_greedy_equals_transformers(kind: str) -> None:
     got = run(model, params)
     for prompt, tokens in zip(prompts(6), got, strict=True):
         ids = torch.tensor([prompt["prompt_token_ids"]], device="cuda")
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, min_new_tokens=32, do_sample=False, eos_token_id=None
-        )
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+        expected = model.generate(ids, max_new_tokens=32, min_new_tokens=32, **options)
         assert tokens == expected[0, ids.shape[1] :].tolist()
 
 
@@ -107,7 +106,8 @@ def test_an_engine_runs_while_others_are_built_and_closed() -> None:
     def work(i: int) -> int:
         if i:
             try:
-                return sum(run(model, params, num_kv_blocks=None, gpu_memory_utilization=0.2) == truth for _ in range(4))
+                options = {"num_kv_blocks": None, "gpu_memory_utilization": 0.2}
+                return sum(run(model, params, **options) == truth for _ in range(4))
             finally:
                 stop.set()
         runs = 0

@@ -106,8 +106,8 @@ def test_out_of_memory_at_capture_names_what_to_lower(little_memory: Any) -> Non
 @pytest.mark.parametrize("option", ["num_kv_blocks", "kv_cache_memory_bytes"])
 def test_out_of_memory_for_the_pool_names_its_option(option: str, little_memory: Any) -> None:
     model = tiny("llama").cuda()
-    little_memory(1024)
-    # Long rows, so that a pool that large is of use and is not cut down.
+    little_memory(512)
+    # Many rows, so that a pool that large is of use and is not cut down.
     options = {**OPTIONS, "max_num_seqs": 4096, "max_num_batched_tokens": 4096, "max_model_len": 512}
     with pytest.raises(ConfigError, match=option):
         LLM(model, **{**options, option: 400_000 if option == "num_kv_blocks" else 2**32})

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gapless.bench.workloads import Workload
 from gapless.errors import ConfigError, did_you_mean
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -46,6 +47,19 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
     return model.eval().requires_grad_(False)
 
 
+def load_once(name: str, device: torch.device, dtype: str) -> Any:
+    """A ``transformers`` model of a folder or a name, to be shared by engines at several depths and by peers."""
+    from transformers import AutoModelForCausalLM
+
+    if name == "smollm2":
+        from gapless.model.smollm2 import get_smollm2
+
+        name = str(get_smollm2())
+    if dtype == "auto":
+        dtype = "auto" if device.type == "cuda" else "float32"
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval().requires_grad_(False)
+
+
 def step_bytes(model: Any, batch: int, context: float) -> float:
     """Bytes that one decode step must read: all weights but the embedding table, and every token's key and value."""
     config = model.config
@@ -54,5 +68,13 @@ def step_bytes(model: Any, batch: int, context: float) -> float:
         table = model.get_input_embeddings().weight
         weights -= table.numel() * table.element_size()
     size = next(iter(model.parameters())).element_size()
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * size
     return float(weights + batch * context * per_token)
+
+
+def floor_ms(model: Any, load: Workload, bandwidth: float | None) -> float | None:
+    """Least milliseconds of a decode step at the mean context, if reading memory is the limit."""
+    if not load.uniform or bandwidth is None:
+        return None
+    return 1e3 * step_bytes(model, load.batch, load.prompt_lens[0] + load.output_lens[0] / 2) / bandwidth

@@ -1,8 +1,12 @@
-"""Workloads by name. Prompts are random ids, greedy or sampled, without end-of-sequence, so that work is fixed."""
+"""Workloads: prompts, how many new tokens each gets, and when they arrive.
+
+The named ones have prompts of random ids and no end-of-sequence, so that their work is fixed.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from gapless.errors import ConfigError, did_you_mean
@@ -17,7 +21,9 @@ class Workload:
         prompt_lens, output_lens: one entry per request.
         temperature: 0 is greedy.
         vocab: ids are drawn below it.
-        seed: of the prompts.
+        seed: of the prompts and of the arrivals.
+        rate: requests a second; they arrive at random, as independent callers do. None: all at once.
+        fixed_prompts: ids to use instead of random ones.
     """
 
     name: str
@@ -27,6 +33,7 @@ class Workload:
     vocab: int = 10_000
     seed: int = 0
     fixed_prompts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    rate: float | None = None
 
     @property
     def batch(self) -> int:
@@ -49,6 +56,16 @@ class Workload:
             return [list(p) for p in self.fixed_prompts]
         rng = random.Random(f"{self.seed}/{salt}")
         return [[rng.randrange(self.vocab) for _ in range(n)] for n in self.prompt_lens]
+
+    def arrivals(self) -> list[float]:
+        """Seconds after the start at which each request is handed in."""
+        if self.rate is None:
+            return [0.0] * self.batch
+        rng, now, times = random.Random(self.seed), 0.0, []
+        for _ in range(self.batch):
+            times.append(now)
+            now += rng.expovariate(self.rate)
+        return times
 
     def params(self, new_tokens: int | None = None) -> list[SamplingParams]:
         """One for each request; ``new_tokens`` overrides their lengths."""
@@ -75,7 +92,7 @@ def nano() -> Workload:
     return Workload("nano", tuple(map(len, prompts)), outputs, temperature=0.6, fixed_prompts=prompts)
 
 
-WORKLOADS = {
+WORKLOADS: dict[str, Callable[[], Workload]] = {
     "long": lambda: uniform("long", 32, 3584, 512),
     "seed": lambda: uniform("seed", 32, 256, 8192),
     "mid": lambda: uniform("mid", 32, 256, 512),
@@ -85,6 +102,7 @@ WORKLOADS = {
     "small1": lambda: uniform("small1", 1, 128, 512),
     "small32": lambda: uniform("small32", 32, 128, 512),
     "small256": lambda: uniform("small256", 256, 512, 256),
+    "cpu": lambda: uniform("cpu", 8, 64, 32),
 }
 
 

@@ -137,7 +137,7 @@ def fuse(
     _only(decoder, "model", {"embed_tokens", "layers", "norm", "rotary_emb"})
     _only(module, "the model", {"model", "lm_head"})
     head = _linear(module, "lm_head")
-    if head.bias is not None:
+    if getattr(head, "bias", None) is not None:
         raise NotFusable("lm_head has a bias")
     embedding = _child(decoder, "embed_tokens", nn.Embedding)
     if type(embedding) is not nn.Embedding:
@@ -164,9 +164,9 @@ def _fuse_layer(layer: nn.Module, at: str, spec: KVSpec, eps: float, ops: Any, *
     norms = [getattr(attention, f"{n}_norm", None) for n in "qk"]
     if any(n is not None and n.weight.numel() != spec.head_dim_k for n in norms):
         raise NotFusable(f"{at}: the norms of q and k are not per head")
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm, *norms):
-        if norm is not None and _eps(norm) != eps:
-            raise NotFusable(f"{at} has norms of different eps")
+    present: list[Any] = [layer.input_layernorm, layer.post_attention_layernorm, *(n for n in norms if n is not None)]
+    if any(_eps(norm) != eps for norm in present):
+        raise NotFusable(f"{at} has norms of different eps")
     if check:
         _check_parts(layer, at, eps, ops)
     biases = [m.bias for m in (q, k, v)]

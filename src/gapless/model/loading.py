@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from gapless.attention import reference
 from gapless.errors import ConfigError, did_you_mean
@@ -167,6 +168,8 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTr
             f"model={source!r}: the folder has no *.safetensors; only this format of weights is read"
         )
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # a library is quiet; the caller's setting comes back below
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source,
@@ -178,6 +181,9 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTr
         )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model={source!r}: its weights cannot be read as safetensors: {error}") from error
+    finally:
+        if bar:
+            transformers_logging.enable_progress_bar()
     return model.to(device)
 
 

@@ -1,0 +1,78 @@
+"""Workloads from files: prompts, one a line, or conversations in the form of ShareGPT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gapless.bench.workloads import Workload
+from gapless.cli.parser import UsageError
+from gapless.cli.prompts import jobs_from_file
+from gapless.text.chat import encode_prompt
+
+SHORTEST, LONGEST = 4, 1024
+"""Tokens of a ShareGPT prompt and of its answer: outside of it a conversation is left out, as is usual."""
+
+
+def from_prompts(path: str, tokenizer: Any, vocab_size: int, output_len: int) -> Workload:
+    """Texts, one a line, or JSONL as ``gapless generate --file`` takes it; ``max_tokens`` of a line counts.
+
+    Raises:
+        UsageError, RequestError: naming the line.
+    """
+    jobs = jobs_from_file(path, None, {"max_tokens": output_len}, chat=False)
+    ids = []
+    for job in jobs:
+        if job.messages is not None:
+            raise UsageError(f"{job.where}: messages are not for benchmarks: give prompt or prompt_token_ids")
+        ids.append(tuple(int(i) for i in encode_prompt(job.prompt, tokenizer, vocab_size).token_ids))
+    outputs = tuple(job.params.max_tokens or output_len for job in jobs)
+    return Workload(Path(path).stem, tuple(map(len, ids)), outputs, fixed_prompts=tuple(ids))
+
+
+def from_sharegpt(path: str, tokenizer: Any, limit: int, output_len: int | None) -> Workload:
+    """First question and answer of each conversation: the prompt, and how many tokens to generate.
+
+    Args:
+        limit: use that many conversations, in the file's order.
+        output_len: instead of the answers' lengths.
+
+    Raises:
+        UsageError: the file is not of that form, there is no tokenizer, or no conversation fits.
+    """
+    if tokenizer is None:
+        raise UsageError("--sharegpt needs a model with a tokenizer: give --model")
+    prompts, outputs = [], []
+    for question, answer in _turns(path):
+        ids, reply = (tokenizer.encode(text, add_special_tokens=False) for text in (question, answer))
+        if not (SHORTEST <= len(ids) <= LONGEST and SHORTEST <= len(reply) <= LONGEST):
+            continue
+        prompts.append(tuple(ids))
+        outputs.append(output_len or len(reply))
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise UsageError(f"{path}: no conversation has {SHORTEST} to {LONGEST} tokens in question and answer")
+    return Workload(Path(path).stem, tuple(map(len, prompts)), tuple(outputs), fixed_prompts=tuple(prompts))
+
+
+def _turns(path: str) -> Iterator[tuple[str, str]]:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, list):
+        raise UsageError(f"{path}: a list of conversations is needed")
+    for i, item in enumerate(data):
+        turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
+        if not isinstance(turns, list):
+            raise UsageError(f'{path}: item {i} has no list "conversations"')
+        texts = [str(t["value"]) for t in turns if isinstance(t, dict) and "value" in t]
+        if len(texts) >= 2:
+            yield texts[0], texts[1]
+
+
