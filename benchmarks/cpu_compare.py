@@ -9,8 +9,8 @@ Both sides share one copy of SmolLM2's weights in fp32, decode greedily, ignore 
 of tokens. A round runs both, in alternating order, on prompts that no earlier round had. The ratio of a round is the
 peer's seconds over ours; the figure is the median over the rounds, beside the smallest and the largest.
 
-``generate_batch`` takes one length for all of its requests, so the ragged case does what that method does, with a length
-for each: it opens the manager, adds the requests, and collects the results. Opening it is not timed.
+``generate_batch`` takes one length for all of its requests. So the ragged case does what that method does, with a
+length for each: it opens the manager, adds the requests, and collects the results. Opening it is not timed.
 """
 
 from __future__ import annotations

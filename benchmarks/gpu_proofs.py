@@ -118,34 +118,33 @@ def memory_of_engine(model: Any, **options: Any) -> dict[str, Any]:
     try:
         torch.cuda.synchronize()
         after = torch.cuda.mem_get_info()[0]
-        runner = llm._client._built.runner
-        pool_id = tuple(runner.device.pool)
-        pool = idle = reserved = 0
-        for segment in torch.cuda.memory_snapshot():
-            reserved += segment["total_size"]
-            if tuple(segment["segment_pool_id"]) == pool_id:
-                pool += segment["total_size"]
-            else:
-                idle += segment["total_size"] - segment["allocated_size"]
-        slot = runner._ring.slots[0]
-        return {
-            "depth": options.get("pipeline_depth"),
-            "graphs": len(runner._captured),
-            "pool_bytes": pool,
-            "kv_bytes": sum(t.nbytes for t in runner._kv),
-            "slot_device_bytes": slot.device.nbytes + slot.out.nbytes,
-            "slot_pinned_bytes": slot.host.nbytes + slot.out_host.nbytes,
-            "cached_and_idle_bytes": idle,
-            "reserved_bytes": reserved,
-            "engine_bytes": before - after,
-            "device_bytes": total - after,
-            "seconds": seconds,
-        }
+        parts = _parts(llm._client._built.runner)
     finally:
-        del runner, slot
         llm.close()
         del llm
         give_back()
+    whole = {"engine_bytes": before - after, "device_bytes": total - after, "seconds": seconds}
+    return {"depth": options.get("pipeline_depth"), **parts, **whole}
+
+
+def _parts(runner: Any) -> dict[str, int]:
+    pool = idle = reserved = 0
+    for segment in torch.cuda.memory_snapshot():
+        reserved += segment["total_size"]
+        if tuple(segment["segment_pool_id"]) == tuple(runner.device.pool):
+            pool += segment["total_size"]
+        else:
+            idle += segment["total_size"] - segment["allocated_size"]
+    slot = runner._ring.slots[0]
+    return {
+        "graphs": len(runner._captured),
+        "pool_bytes": pool,
+        "kv_bytes": sum(t.nbytes for t in runner._kv),
+        "slot_device_bytes": slot.device.nbytes + slot.out.nbytes,
+        "slot_pinned_bytes": slot.host.nbytes + slot.out_host.nbytes,
+        "cached_and_idle_bytes": idle,
+        "reserved_bytes": reserved,
+    }
 
 
 def memory_proof(shapes: Sequence[str], depths: Sequence[int] = (1, 2, 3)) -> dict[str, Any]:
@@ -159,12 +158,12 @@ def memory_proof(shapes: Sequence[str], depths: Sequence[int] = (1, 2, 3)) -> di
         memory_of_engine(model, pipeline_depth=1, **options)  # what is taken once: kernels, workspaces
         rows = [memory_of_engine(model, pipeline_depth=depth, **options) for depth in depths]
         for row in rows:
+            mib = {name.removesuffix("_bytes"): row[name] / MIB for name in row if name.endswith("_bytes")}
             print(
-                f"{shape} depth {row['depth']}: {row['graphs']} graphs, pool {row['pool_bytes'] / MIB:.0f} MiB, driver: "
-                f"engine {row['engine_bytes'] / MIB:.0f} MiB (KV {row['kv_bytes'] / MIB:.0f}), device in all "
-                f"{row['device_bytes'] / MIB:.0f} MiB; each slot {row['slot_device_bytes'] / 1024:.0f} KiB on the device "
-                f"and as much pinned; cached and idle {row['cached_and_idle_bytes'] / MIB:.0f} MiB; "
-                f"ready in {row['seconds']:.1f} s",
+                f"{shape} depth {row['depth']}: {row['graphs']} graphs, pool {mib['pool']:.0f} MiB; by the driver: "
+                f"engine {mib['engine']:.0f} MiB (KV {mib['kv']:.0f}), device in all {mib['device']:.0f} MiB; a slot "
+                f"{mib['slot_device']:.2f} MiB on the device, {mib['slot_pinned']:.2f} pinned; cached and idle "
+                f"{mib['cached_and_idle']:.0f} MiB; ready in {row['seconds']:.1f} s",
                 flush=True,
             )
         ratios = {

@@ -48,6 +48,7 @@ class NullDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.copies = CopyCounts()
+        self.closed = False
         self.h2d = self.compute = self.d2h = None
 
     def event(self, *, timing: bool = False) -> NullEvent:
@@ -65,7 +66,7 @@ class NullDevice:
     def capture(self, work: Any) -> Any:
         return work
 
-    def host_access(self) -> Any:
+    def host_access(self, *access: Any) -> Any:
         return contextlib.nullcontext()
 
     thread_context = host_access
@@ -98,7 +99,7 @@ def measure(batch: int, steps: int, context: int, profile: bool) -> dict[str, fl
         num_blocks=blocks,
         depth=2,
         max_num_tokens=config.max_num_batched_tokens,
-        max_updates=max_updates(config),
+        max_updates=max_updates(config, layout),
         kernels=reference_kernels(),
         shapes=graph_shapes(batch, config.max_num_batched_tokens),
     )

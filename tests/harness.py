@@ -117,7 +117,7 @@ def make_parts(
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "max_model_len": 128}
     config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
     assert config.max_model_len is not None
-    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size)
+    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, model.vocab_size)
     runner = Runner(
         device,
         model,
@@ -125,9 +125,10 @@ def make_parts(
         num_blocks=num_blocks,
         depth=depth,
         max_num_tokens=config.max_num_batched_tokens,
-        max_updates=max_updates(config),
+        max_updates=max_updates(config, layout),
         kernels=reference_kernels(),
         shapes=EXACT,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
     return Scheduler(config, layout, num_blocks), runner
 

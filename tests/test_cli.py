@@ -48,7 +48,8 @@ def test_installed_command() -> None:
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    overview = capsys.readouterr().out
+    assert all(name in overview for name in COMMANDS)
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         text = capsys.readouterr().out

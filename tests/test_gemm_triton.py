@@ -239,3 +239,62 @@ def _captured(chain: Chain, config: GemmConfig, pdl: int, space: Workspace) -> l
     c = glu(b.x, chain.gate_up, config, space, squares=b.squares, eps=EPS, pdl=pdl)
     d = residual(c, chain.down, config, space, b.residual, chain.norms[2], pdl=pdl)
     return [a, b.residual, c, d.residual, plain(d.x, chain.last, config, space, squares=d.squares, eps=EPS, pdl=pdl)]
+
+
+class TinyConfigs(Chooser):
+    """Every other product by cuBLAS: all pairs of neighbours."""
+
+    def __init__(self, unfused: set[str]) -> None:
+        super().__init__(torch.device(DEVICE))
+        self.unfused = unfused
+
+    def choose(self, product: Product, weights: object) -> GemmConfig | None:
+        if product.op in self.unfused:
+            return None
+        if product.m == 1:
+            return GemmConfig(False, 32, 32, preload=True)
+        return GemmConfig(True, 64, 32, split=2)
+
+
+@pytest.mark.skipif(not CHILD, reason="the tiny models and the reference attention are on the CPU")
+@pytest.mark.parametrize(  # biases; norms of q and k
+    ("kind", "unfused"), [("qwen2", set()), ("qwen3", {"plain"}), ("qwen3", {"residual"}), ("qwen2", {"glu"})]
+)
+def test_small_batch_gives_the_decoder_s_logits(kind: str, unfused: set[str]) -> None:
+    from gapless.attention.context import AttentionContext
+    from gapless.model.adapter import TransformersModel
+    from gapless.model.fused import fuse
+    from gapless.model.small_batch import SmallBatch
+    from models import tiny
+    from test_fused import attend_cached
+
+    plain_model = TransformersModel(tiny(kind))
+    decoder = fuse(plain_model.module, plain_model, max_positions=64, ops=ops_reference, attend=attend_cached)
+    small = SmallBatch(
+        decoder._layers, decoder._embedding, decoder._norm, decoder._head, (decoder._cos, decoder._sin), decoder._eps,
+        attend_cached, limit=16, chooser=TinyConfigs(unfused),
+    )  # fmt: skip
+    for batch in (1, 3):
+        caches = [
+            torch.randn(2, 4, 8, spec.num_kv_heads, spec.head_dim_k) for spec in plain_model.kv_specs
+        ]
+        ids, positions = torch.arange(5, 5 + batch), torch.arange(batch) + 2
+        logits = []
+        for path in ("plain", "small"):
+            context = AttentionContext(
+                kv_caches=[c.clone() for c in caches],
+                slot_mapping=8 * (torch.arange(batch) + 1) + positions,
+                query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+                seq_lens=(positions + 1).int(),
+                rows=torch.arange(batch, dtype=torch.int32),
+                block_tables=(torch.arange(batch, dtype=torch.int32) + 1)[:, None],
+                block_size=8,
+                decode_only=True,
+            )
+            out = torch.empty(batch, plain_model.vocab_size)
+            if path == "plain":
+                decoder.forward(ids, positions, context, ids, out)
+            else:
+                small.forward(ids, positions, context, out)
+            logits.append(out)
+        torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)

@@ -12,10 +12,10 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
 LAYERS = [
-    {"config", "errors", "request", "plan", "messages"},
+    {"checks", "config", "errors", "request", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"rows", "prefix", "steady", "scheduler"},
+    {"row_words", "rows", "prefix", "steady", "scheduler"},
     {"model", "attention", "sampling"},
     {"pipeline"},
     {"engine", "build"},

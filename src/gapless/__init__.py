@@ -18,8 +18,10 @@ from gapless.errors import (
 from gapless.request import (
     CompletionOutput,
     FinishReason,
+    Logprob,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
 )
 
@@ -38,9 +40,11 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "FinishReason",
+    "Logprob",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "UnsupportedModelError",
 ]

@@ -13,10 +13,16 @@ from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError
-from gapless.request import RequestOutput, SamplingParams
+from gapless.request import RequestOutput, RequestOutputKind, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
 from gapless.text.outputs import OutputMode, accumulate
+
+_MODES: dict[RequestOutputKind, OutputMode] = {
+    RequestOutputKind.CUMULATIVE: "stream",
+    RequestOutputKind.DELTA: "delta",
+    RequestOutputKind.FINAL_ONLY: "final",
+}
 
 
 class AsyncLLM:
@@ -32,7 +38,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        mode: OutputMode = "stream",
+        mode: OutputMode | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, piece by piece.
 
@@ -43,7 +49,8 @@ class AsyncLLM:
             prompt: a text or ``{"prompt_token_ids": [...]}``.
             sampling_params: default `SamplingParams()`.
             request_id: a label for `abort`; need not be unique.
-            mode: "stream", each output holds everything so far; "delta", only what is new; "final", one output.
+            mode: "stream", each output holds everything so far; "delta", only what is new; "final", one output. None:
+                as ``sampling_params.output_kind`` says.
 
         Raises:
             RequestError: the request cannot be served.
@@ -60,7 +67,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        mode: OutputMode = "stream",
+        mode: OutputMode | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see `generate`. ``template_options`` go to the chat template."""
@@ -70,10 +77,12 @@ class AsyncLLM:
                 yield output
 
     async def _run(
-        self, encoded: EncodedPrompt, params: SamplingParams | None, request_id: str | None, mode: OutputMode
+        self, encoded: EncodedPrompt, params: SamplingParams | None, request_id: str | None, mode: OutputMode | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        params = params or SamplingParams()
+        mode = mode or _MODES[RequestOutputKind(params.output_kind)]
         mailbox = _Mailbox(asyncio.get_running_loop(), merge=mode == "delta")
-        submission = Submission(encoded, params or SamplingParams(), mailbox.put, mailbox.fail, mode, request_id)
+        submission = Submission(encoded, params, mailbox.put, mailbox.fail, mode, request_id)
         (group,) = self._client.submit([submission])
         finished = False
         try:

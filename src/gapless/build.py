@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import reference_kernels, triton_kernels
 from gapless.pipeline.runner import Key, Runner
 from gapless.pipeline.shapes import EXACT, graph_shapes
-from gapless.plan import RowLayout
+from gapless.plan import COMBINATIONS, RowLayout
 from gapless.scheduler import Scheduler, max_updates
 
 logger = logging.getLogger("gapless")
@@ -35,9 +35,6 @@ CPU_CACHE_BYTES = 4 * GIB
 """Most that a KV cache takes in a laptop's memory unless told otherwise."""
 SPARE_BYTES = 512 * 2**20
 """Left free on a GPU beside the share that the user gave: for the driver, and for what a capture still takes."""
-
-_CUDA_BUILDS = threading.Lock()
-"""Captures of one process come one after the other: they share the device's default random generator."""
 
 Progress = Callable[[list[Key]], Any]
 
@@ -92,9 +89,20 @@ def build(
         UnsupportedModelError: the engine would compute this model wrongly.
     """
     device = resolve_device(config.device)
+    if config.device == "auto" and isinstance(own := getattr(model, "device", None), torch.device):
+        device = own  # a model object runs where it lies
     if device.type == "cuda":
-        with _CUDA_BUILDS, torch.cuda.device(device):
-            return _build(model, config, device, publish, on_death, check, progress)
+        from gapless.device.cuda import EXCLUSIVE
+
+        with EXCLUSIVE, torch.cuda.device(device), _no_collection():
+            try:
+                return _build(model, config, device, publish, on_death, check, progress)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"out of memory on {device}: {_first_line(error)} Lower num_kv_blocks or kv_cache_memory_bytes if "
+                    "you set them, else gpu_memory_utilization, max_num_seqs or max_num_batched_tokens; or the model "
+                    "itself is too large for this device"
+                ) from error
     return _build(model, config, device, publish, on_death, check, progress)
 
 
@@ -118,7 +126,7 @@ def _build(
     if longest > model.max_position:
         raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
     config = dataclasses.replace(config, max_model_len=longest)
-    layout = RowLayout(config.max_num_seqs, longest, config.block_size)
+    layout = RowLayout(config.max_num_seqs, longest, config.block_size, model.vocab_size)
     if layout.num_words >= 2**31:
         raise ConfigError(
             f"max_num_seqs={config.max_num_seqs} rows of max_model_len={longest} tokens need more than 2**31 words of "
@@ -142,9 +150,10 @@ def _build(
             num_blocks=blocks,
             depth=config.pipeline_depth,
             max_num_tokens=config.max_num_batched_tokens,
-            max_updates=max_updates(config),
+            max_updates=max_updates(config, layout),
             kernels=kernels,
             shapes=shapes,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
 
     num_blocks = _num_blocks(config, model, layout, device, make_runner)
@@ -160,6 +169,23 @@ def _build(
     )  # fmt: skip
     engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
     return Built(engine, scheduler, runner, model, config, layout, num_blocks)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph or tensor that the garbage collector frees in the middle of a capture would end it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalModel:
@@ -194,12 +220,16 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
             ops=ops_triton,
             attend=attention.attend_cached,
         )
+        small = fused.enable_small_batches()
         if config.check_model:
             probe_parity(plain, fast=fused)
     except (NotFusable, UnsupportedModelError) as error:
         logger.warning("%s runs unfused: %s", plain.name, error)
         return plain
-    logger.info("fused in every layer: q, k, v; gate, up; residual + norm; q/k norm + RoPE + cache write; SiLU * up")
+    for part, kernels in fused.summary():
+        logger.info("fused: %-34s %s", part, kernels)
+    if not small:
+        logger.info("fused: decode of few tokens runs as other steps do: its kernels are for bf16")
     return fused
 
 
@@ -239,11 +269,13 @@ def _num_blocks(
 
 def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: Callable[[int], Runner]) -> int:
     """Bytes for the KV pool: capture the largest graphs on a tiny pool, see what they took, and drop them."""
-    runner = make_runner(2)
+    runner = None
     try:
+        runner = make_runner(2)
         keys = runner.graph_keys()
-        runner.capture(keys[:1] + [key for key in keys if key.decode_only][:1])
-        torch.cuda.synchronize(device)  # sync-ok: at start
+        largest = [key for key in keys if key.half == "sample" and key.features == COMBINATIONS[-1]][:1]
+        runner.capture(keys[:1] + [key for key in keys if key.decode_only][:1] + largest)
+        torch.cuda.empty_cache()  # what the runs before each capture took does not stay
         free, total = torch.cuda.mem_get_info(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -252,10 +284,8 @@ def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: C
             f"{max(config.max_num_seqs // 2, 1)})"
         ) from error
     finally:
-        runner.close()
-    del runner
-    gc.collect()
-    torch.cuda.empty_cache()
+        if runner is not None:
+            runner.close()
     used = total - free
     return int(total * config.gpu_memory_utilization) - used - SPARE_BYTES
 
@@ -269,6 +299,7 @@ def _capture(runner: Runner, device: torch.device, progress: Progress, depth: in
         raise ConfigError(
             "out of memory while capturing: lower gpu_memory_utilization by 0.05, or use enforce_eager"
         ) from error
+    torch.cuda.empty_cache()
     logger.info(
         "%d graphs for %d slots in %.1f s, %.2f GiB",
         len(keys) * depth, depth, time.perf_counter() - start, (before - torch.cuda.mem_get_info(device)[0]) / GIB,

@@ -22,10 +22,12 @@ from gapless.config import EngineConfig
 from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, RequestError, naming_prompt
 from gapless.messages import StepMessage
+from gapless.pipeline.runner import Key
 from gapless.request import MAX_STOP_TOKEN_IDS, FinishReason, Request, RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
 from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
+from gapless.text.vocabulary import bad_word_ids, check_vocabulary
 
 _SEED_MASK = 2**64 - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: far from any small seed
@@ -43,6 +45,12 @@ class Submission:
     request_id: str | None = None
 
 
+def _capture_bar(keys: list[Key]) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(keys, desc="graphs", disable=None, leave=False)  # None: only on a terminal
+
+
 class EngineClient:
     """See the module.
 
@@ -50,11 +58,11 @@ class EngineClient:
         model: see `gapless.build.build`.
         config: of the engine.
         tokenizer: a ``transformers`` tokenizer; ``"auto"`` finds the model's own; None for none.
-        progress: shows the captures at start.
+        progress: shows the captures at start; by default a bar, on a terminal.
     """
 
     def __init__(
-        self, model: Any, config: EngineConfig, tokenizer: Any = "auto", progress: Progress = iter
+        self, model: Any, config: EngineConfig, tokenizer: Any = "auto", progress: Progress | None = None
     ) -> None:
         self._outputs = OutputProcessor(self._on_stop)
         self._messages: queue.SimpleQueue[StepMessage | None] = queue.SimpleQueue()
@@ -68,7 +76,7 @@ class EngineClient:
             named = isinstance(model, (str, Path))
             tokenizer = load_tokenizer(model if named else getattr(getattr(model, "config", None), "_name_or_path", None))
         self.tokenizer = tokenizer
-        built = build(model, config, self._messages.put, self._on_death, progress=progress)
+        built = build(model, config, self._messages.put, self._on_death, progress=progress or _capture_bar)
         self._built = built
         self.config = built.config
         self.model = built.model
@@ -131,12 +139,9 @@ class EngineClient:
             longest = min(self.config.max_model_len or capacity, capacity)
             max_tokens = max(longest - len(ids), 1)
         self._scheduler.refuse_what_never_fits(len(ids), max_tokens)
+        check_vocabulary(params, self.model.vocab_size)
+        bad_words = bad_word_ids(params, self.tokenizer, self.model.vocab_size)
         stops = dict.fromkeys(params.stop_token_ids)
-        for token in stops:
-            if token >= self.model.vocab_size:
-                raise RequestError(
-                    f"stop_token_ids holds {token}; the model's vocabulary has the ids 0 to {self.model.vocab_size - 1}"
-                )
         if not params.ignore_eos:
             stops.update(dict.fromkeys(self.model.eos_token_ids))
         if len(stops) > MAX_STOP_TOKEN_IDS:
@@ -155,6 +160,8 @@ class EngineClient:
                 seed=(base + i * _SEED_STEP) & _SEED_MASK,
                 streaming=False,
                 arrival=time.monotonic(),
+                bad_words=bad_words,
+                prompt_logprobs=None if i else params.prompt_logprobs,
             )
             for i, number in enumerate(numbers)
         ]

@@ -37,6 +37,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that weights, graphs and cache may take together.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         enforce_eager: no CUDA graphs.
+        logprobs_mode: ``raw_logprobs``, of the model's own logits, or ``processed_logprobs``, after penalties, masks,
+            temperature and filters.
         seed: with a request's number it seeds requests that bring no seed of their own.
         check_model: at load, run the parity probe against the model's own attention.
     """
@@ -53,6 +55,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    logprobs_mode: str = "raw_logprobs"
     seed: int = 0
     check_model: bool = True
 
@@ -76,6 +79,8 @@ class EngineConfig:
         _check("gpu_memory_utilization", share, number and 0 < share <= 1, "a number in (0, 1]")
         for name in ("enable_prefix_caching", "enforce_eager", "check_model"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        modes = ("raw_logprobs", "processed_logprobs")
+        _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")
         _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -25,6 +25,8 @@ from gapless.scheduler import Scheduler
 
 T = TypeVar("T")
 PHASES = ("receive", "schedule", "launch", "wait", "commit", "publish")
+Observer = Callable[[str, float, float], None]
+"""Is told of each phase as it ends, on the loop's thread: its name, or ``idle``; start and end by ``perf_counter``."""
 
 
 class StepResult(Protocol):
@@ -34,6 +36,8 @@ class StepResult(Protocol):
     def plan(self) -> StepPlan: ...
     @property
     def tokens(self) -> I32: ...
+    @property
+    def records(self) -> I32 | None: ...
     @property
     def busy_ms(self) -> float: ...
     @property
@@ -106,6 +110,7 @@ class Engine:
         self._running = True
         self._starved = True  # the next step to be launched follows a time without requests
         self._mark = time.perf_counter()
+        self.observer: Observer | None = None
         self._error: BaseException | None = None
         self._gate = threading.Lock()  # between the last word of the loop and new work
         self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
@@ -130,6 +135,8 @@ class Engine:
         """What passed since the last lap was this phase."""
         now = time.perf_counter()
         self.stats.host[phase] += now - self._mark
+        if self.observer is not None:
+            self.observer(phase, self._mark, now)
         self._mark = now
 
     def _schedule(self) -> StepPlan | None:
@@ -161,13 +168,15 @@ class Engine:
                 raise RuntimeError("requests are waiting, no step is in flight, and the scheduler has no plan")
             self._starved = True
             self._inbox.get()()
-            self._mark = time.perf_counter()
+            start, self._mark = self._mark, time.perf_counter()
+            if self.observer is not None:
+                self.observer("idle", start, self._mark)
         while not self._inbox.empty():
             self._inbox.get()()
         self._lap("receive")
 
     def _commit(self, result: StepResult) -> None:
-        self.scheduler.commit(result.plan, result.tokens)
+        self.scheduler.commit(result.plan, result.tokens, result.records)
         if self._check:
             self.scheduler.check()
         self._lap("commit")

@@ -32,6 +32,21 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRecords:
+    """Log-probabilities of tokens of prompts.
+
+    Attributes:
+        ids: int64 ``[m]``, `Request.id`.
+        positions: int32 ``[m]`` of the tokens. After a preemption none comes twice.
+        records: int32 ``[m, Record.COUNT]``.
+    """
+
+    ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int32]
+    records: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class StepMessage:
     """What one step brought.
 
@@ -40,9 +55,14 @@ class StepMessage:
             request's last token is here too, before its entry in ``finished``.
         finished: requests that ended in this step.
         time: ``time.monotonic()`` when the step was committed.
+        records: int32 ``[n, Record.COUNT]``, log-probabilities beside ``ids``, in steps in which some row asks for
+            them; what stands there for other rows means nothing.
+        prompts: what the step brought for prompts; comes before the request's first token.
     """
 
     ids: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
     finished: tuple[Finished, ...]
     time: float
+    records: npt.NDArray[np.int32] | None = None
+    prompts: PromptRecords | None = None

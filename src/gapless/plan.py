@@ -13,13 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gapless.request import MAX_STOP_TOKEN_IDS
+from gapless.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 I32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 NULL_BLOCK = 0
 """Block 0 of every pool: padding writes and reads it, no request ever owns it."""
+
+BAD_WORDS_WIDTH = MAX_BAD_WORDS + 1 + MAX_BAD_WORD_TOKENS
+"""Words of one row's bad words: offsets, then tokens."""
 
 
 class Word(enum.IntEnum):
@@ -33,30 +42,79 @@ class Word(enum.IntEnum):
     SEED_HIGH = 5
     MIN_END = 6  # the first position that a stop token may take
     NUM_STOP = 7
-    STOP_IDS = 8  # MAX_STOP_TOKEN_IDS words
-    COUNT = 8 + MAX_STOP_TOKEN_IDS
+    PROMPT_LEN = 8
+    PRESENCE = 9  # F
+    FREQUENCY = 10  # F
+    REPETITION = 11  # F
+    NUM_BIAS = 12  # entries of the row's `RowLayout.bias_at`
+    NUM_BAD_WORDS = 13  # entries of the row's `RowLayout.bad_words_at`
+    ALLOWED_ONLY = 14  # 1: only what `RowLayout.allowed_at` marks
+    PROCESS = 15  # 1: any of the seven words before this one asks for something
+    NUM_LOGPROBS = 16  # 0: none; k + 1: of the chosen token and the k most likely ones
+    NUM_PROMPT_LOGPROBS = 17  # the same for tokens of the prompt
+    STOP_IDS = 18  # MAX_STOP_TOKEN_IDS words
+    COUNT = 18 + MAX_STOP_TOKEN_IDS
+
+
+class Record(enum.IntEnum):
+    """Places in what a step brings back for a sequence that asks for log-probabilities. F: a float's bits."""
+
+    LOGPROB = 0  # F, of the chosen token
+    RANK = 1  # of the chosen token, from 1
+    IDS = 2  # MAX_LOGPROBS words: the most likely tokens, in falling order
+    LOGPROBS = 2 + MAX_LOGPROBS  # F, theirs
+    COUNT = 2 + 2 * MAX_LOGPROBS
 
 
 class Feature(enum.IntFlag):
-    """What the sample half of a step must be able to do. A graph is captured per combination that is used."""
+    """What the sample half of a step must be able to do. See `COMBINATIONS` for what is captured."""
 
     GREEDY = 0
     SAMPLE = 1  # at least one row draws
     FILTER = 2  # at least one row has top-k, top-p or min-p
     MIN_TOKENS = 4  # at least one row masks its stop tokens
+    PROCESS = 8  # at least one row has penalties, a bias, bad words or allowed ids
+    LOGPROBS = 16  # at least one row wants log-probabilities
+
+
+_ALL_DRAWS = Feature.SAMPLE | Feature.FILTER | Feature.MIN_TOKENS
+COMBINATIONS = (
+    *(
+        draw | mask
+        for draw in (Feature.GREEDY, Feature.SAMPLE, Feature.SAMPLE | Feature.FILTER)
+        for mask in (Feature.GREEDY, Feature.MIN_TOKENS)
+    ),
+    _ALL_DRAWS | Feature.LOGPROBS,
+    _ALL_DRAWS | Feature.LOGPROBS | Feature.PROCESS,
+)
+"""Sets of features that have a graph, from the cheapest to the one that can do everything. Each further one costs a
+capture per width and slot, so that the rarer features come with everything that a batch may also need; rows that do
+not ask for them skip their work."""
+
+
+def covering(features: Feature) -> Feature:
+    """The cheapest of `COMBINATIONS` that can do what ``features`` name."""
+    return next(c for c in COMBINATIONS if c & features == features)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where the words of the rows lie in the arena. Row ``max_num_seqs`` is the null row, which padding uses.
 
-    Three sections, one after the other: ``token_table [R + 1, max_model_len]``, ``block_tables [R + 1, max_blocks]``,
-    ``params [R + 1, Word.COUNT]``, with R = ``max_num_seqs``.
+    Sections, one after the other, with R = ``max_num_seqs``:
+
+        token_table    [R + 1, max_model_len]
+        block_tables   [R + 1, max_blocks]
+        params         [R + 1, Word.COUNT]
+        bias           [R + 1, 2, MAX_LOGIT_BIAS]    ids in rising order; their biases, as float bits
+        bad_words      [R + 1, BAD_WORDS_WIDTH]      where each sequence begins, and where the last ends; their tokens
+        allowed        [R + 1, ceil(vocab_size / 32)]    bit i % 32 of word i // 32: id i may be chosen
     """
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
+    vocab_size: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -84,9 +142,34 @@ class RowLayout:
         return self.block_tables_at + self.num_rows * self.max_blocks
 
     @property
+    def bias_at(self) -> int:
+        """First word of the biases."""
+        return self.params_at + self.num_rows * int(Word.COUNT)
+
+    @property
+    def bad_words_at(self) -> int:
+        """First word of the bad words."""
+        return self.bias_at + self.num_rows * 2 * MAX_LOGIT_BIAS
+
+    @property
+    def allowed_at(self) -> int:
+        """First word of the masks of allowed ids."""
+        return self.bad_words_at + self.num_rows * BAD_WORDS_WIDTH
+
+    @property
+    def mask_words(self) -> int:
+        """Words of one mask over the vocabulary."""
+        return -(-self.vocab_size // 32)
+
+    @property
     def num_words(self) -> int:
         """Words of the whole arena."""
-        return self.params_at + self.num_rows * int(Word.COUNT)
+        return self.allowed_at + self.num_rows * self.mask_words
+
+    @property
+    def request_words(self) -> int:
+        """Most words that a new request has to bring, its prompt and blocks aside."""
+        return int(Word.COUNT) + 2 * MAX_LOGIT_BIAS + BAD_WORDS_WIDTH + self.mask_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +189,9 @@ class StepPlan:
             from token_table[row, position].
         updates: int32 ``[U, 2]``, changes (word, value) of the arena, applied before anything else of the step.
         features: what sampling needs.
+        scores: bool ``[S]``, or None for none: the sequence asks how likely the prompt's own next token is, which the
+            token table holds. Such a sequence is one token long, and several of them may name the same row: what one
+            of them writes into the cache, the later ones read, as every token of a chunk does.
     """
 
     step: int
@@ -117,6 +203,7 @@ class StepPlan:
     carry: Bools
     updates: I32
     features: Feature
+    scores: Bools | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -6,7 +6,7 @@ Names are those that vLLM's users know. Every parameter is honoured or refused, 
 from __future__ import annotations
 
 import enum
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,10 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gapless import checks
+from gapless.checks import check_integer, check_number, refuse
 from gapless.errors import RequestError, did_you_mean
 
 MAX_STOP_TOKEN_IDS = 32
 """Ends by token that one request may have, end-of-sequence ids included (they are masked on the device)."""
+MAX_LOGIT_BIAS = 1024
+"""Ids that ``logit_bias`` of one request may name."""
+MAX_BAD_WORDS = 128
+"""Sequences of tokens that ``bad_words`` of one request may make."""
+MAX_BAD_WORD_TOKENS = 1024
+"""Tokens of all these sequences together."""
+MAX_LOGPROBS = 20
+"""Most likely tokens whose log-probabilities may be asked for, beside the chosen one."""
 
 
 class FinishReason(enum.Enum):
@@ -29,28 +39,12 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
-def _refuse(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name}={value!r} is not allowed: {allowed}")
+class RequestOutputKind(enum.StrEnum):
+    """What the outputs of a request hold."""
 
-
-def _number(name: str, value: object, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _refuse(name, value, allowed)
-    if math.isnan(value) or not low <= value <= high:
-        raise _refuse(name, value, allowed)
-
-
-def _integer(name: str, value: object, low: int, allowed: str, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise _refuse(name, value, allowed)
-    if value < low or (high is not None and value > high):
-        raise _refuse(name, value, allowed)
-
-
-def _items(name: str, value: Any, allowed: str) -> Sequence[Any]:
-    if not isinstance(value, Sequence):
-        raise _refuse(name, value, allowed)
-    return value
+    CUMULATIVE = "cumulative"  # each holds everything so far
+    DELTA = "delta"  # each holds what is new
+    FINAL_ONLY = "final"  # there is one, at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +64,19 @@ class SamplingParams:
         stop_token_ids: ids that end the request, besides the model's end-of-sequence ids.
         ignore_eos: the model's own end-of-sequence ids do not end the request.
         skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: the text keeps the stop string, or the text of the stop token, that ended it.
+        presence_penalty: subtracted from the logit of each token that was generated before, in [-2, 2].
+        frequency_penalty: the same, times how often it was generated, in [-2, 2].
+        repetition_penalty: positive logits of tokens of the prompt and of generated ones are divided by it, others
+            multiplied; 1 does nothing.
+        logit_bias: added to the logits of these ids, each from -100 to 100.
+        allowed_token_ids: only these can be chosen. None: all.
+        bad_words: strings, or lists of token ids, that are not generated: the last token of each is masked where the
+            generated tokens end with those before it. A string counts with and without a leading space.
+        logprobs: log-probabilities of the chosen token and of this many most likely ones, at most 20. None: none.
+        prompt_logprobs: the same for the tokens of the prompt. It is computed a bounded number of tokens per step, and
+            reads no prefix cache.
+        output_kind: what each output of `AsyncLLM` holds: cumulative, delta or final. `LLM` gives the final one.
     """
 
     n: int = 1
@@ -84,33 +91,53 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    output_kind: str = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, "an integer >= 1")
-        _number("temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000")
-        _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 for no limit")
-        _number("top_p", self.top_p, 1e-12, 1.0, "a number in (0, 1]")
-        _number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
+        check_integer("n", self.n, 1, "an integer >= 1")
+        check_number("temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000")
+        check_integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 for no limit")
+        check_number("top_p", self.top_p, 1e-12, 1.0, "a number in (0, 1]")
+        check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), "an integer of 64 bits, or None", 2**64 - 1)
+            check_integer("seed", self.seed, -(2**63), "an integer of 64 bits, or None", 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, "an integer >= 1, or None for as many as fit")
-        _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
+            check_integer("max_tokens", self.max_tokens, 1, "an integer >= 1, or None for as many as fit")
+        check_integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        allowed = "a string or a list of strings, none of them empty"
-        for s in _items("stop", stop, allowed):
-            if not isinstance(s, str) or not s:
-                raise _refuse("stop", self.stop, allowed)
-        object.__setattr__(self, "stop", tuple(stop))
-        allowed = "a list of token ids, each an integer >= 0"
-        for t in _items("stop_token_ids", self.stop_token_ids, allowed):
-            _integer("stop_token_ids", t, 0, allowed)
-        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
-        for name in ("ignore_eos", "skip_special_tokens"):
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        set_plain = functools.partial(object.__setattr__, self)
+        set_plain("stop", checks.strings("stop", self.stop))
+        set_plain("stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "True or False")
+                raise refuse(name, getattr(self, name), "True or False")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
+        allowed = "a number > 0, at most 1000; 1 for no penalty"
+        check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, allowed)
+        set_plain("logit_bias", checks.logit_bias(self.logit_bias, MAX_LOGIT_BIAS))
+        if self.allowed_token_ids is not None:
+            ids = checks.token_ids("allowed_token_ids", self.allowed_token_ids, may_be_empty=False)
+            set_plain("allowed_token_ids", ids)
+        set_plain("bad_words", checks.bad_words(() if self.bad_words is None else self.bad_words))
+        allowed = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, allowed, MAX_LOGPROBS)
+        kinds = [kind.value for kind in RequestOutputKind]
+        if self.output_kind not in kinds:
+            raise refuse("output_kind", self.output_kind, f"one of {', '.join(kinds)}")
+        set_plain("output_kind", RequestOutputKind(self.output_kind))
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -143,6 +170,8 @@ class Request:
         max_tokens: the bound that admission settled on; prompt and new tokens fit ``max_model_len``.
         stop_token_ids: every id that ends the request, the model's own included unless they are ignored.
         seed: 64 bits.
+        bad_words: `SamplingParams.bad_words` as token ids.
+        prompt_logprobs: `SamplingParams.prompt_logprobs`, for the first of ``n`` completions only.
         streaming: the output side wants each token, not the finished sequence only.
         block_hashes: the scheduler's memory of the hash chain of its full blocks.
     """
@@ -155,6 +184,8 @@ class Request:
     seed: int
     streaming: bool
     arrival: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
 
@@ -169,14 +200,36 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at one position.
+
+    Attributes:
+        rank: how many tokens of the vocabulary are at least as likely; 1 is the most likely one.
+        decoded_token: the token's text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class CompletionOutput:
-    """One completion. ``stop_reason`` is the stop string or token id that ended it, None for the model's own end."""
+    """One completion.
+
+    Attributes:
+        stop_reason: the stop string or token id that ended it, None for the model's own end.
+        logprobs: for each of ``token_ids``, by token id: the chosen token first, then the most likely ones.
+        cumulative_logprob: sum over all chosen tokens so far.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -186,7 +239,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has produced so far, or in all when ``finished``."""
+    """What a request has produced so far, or in all when ``finished``.
+
+    ``prompt_logprobs`` has an entry per token of the prompt, None for the first one; it is None until it is complete,
+    and with output kind delta in all outputs but one.
+    """
 
     request_id: str
     prompt: str | None
@@ -194,3 +251,4 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -18,8 +18,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gapless.plan import Feature, RowLayout, Word
+from gapless.plan import RowLayout
 from gapless.request import MAX_STOP_TOKEN_IDS, Request
+from gapless.row_words import needs_prompt_on_device, request_updates, row_features
 
 I32 = npt.NDArray[np.int32]
 
@@ -44,6 +45,9 @@ class RowTable:
         self.finished = np.zeros(rows, np.bool_)
         self.streaming = np.zeros(rows, np.bool_)
         self.features = np.zeros(rows, np.int32)
+        self.to_score = np.zeros(rows, np.int32)  # [0, to_score): positions of the prompt whose next token is scored
+        self.scored = np.zeros(rows, np.int32)  # [0, scored) are, in launched steps
+        self.needs_prompt = np.zeros(rows, np.bool_)  # the sampler reads the prompt in the token table
         self.ids = np.zeros(rows, np.int64)
         self.preemptions = np.zeros(rows, np.int32)
         self.first_token_time = np.zeros(rows, np.float64)
@@ -74,6 +78,9 @@ class RowTable:
         self.finished[row] = False
         self.streaming[row] = request.streaming
         self.features[row] = int(row_features(request))
+        self.to_score[row] = 0 if request.prompt_logprobs is None else n - 1
+        self.scored[row] = 0
+        self.needs_prompt[row] = needs_prompt_on_device(request)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
         self.hashes[row] = request.block_hashes
@@ -87,23 +94,16 @@ class RowTable:
         self._free.append(row)
 
     def param_updates(self, row: int) -> I32:
-        """Changes ``[n, 2]`` that bring the row's sampling parameters to the device."""
+        """Changes ``[n, 2]`` that bring everything that the row's request asks of the sampler to the device."""
         request = self.requests[row]
         if request is None:
             raise RuntimeError(f"row {row} has no request")
-        params, stops = request.params, request.stop_token_ids
-        words = np.zeros(int(Word.STOP_IDS) + len(stops), np.int32)
-        floats = words.view(np.float32)
-        floats[Word.TEMPERATURE] = params.temperature
-        words[Word.TOP_K] = max(params.top_k, 0)
-        floats[Word.TOP_P] = params.top_p
-        floats[Word.MIN_P] = params.min_p
-        words[Word.SEED_LOW : Word.SEED_HIGH + 1] = np.array([request.seed], np.uint64).view(np.int32)
-        words[Word.MIN_END] = self.min_end[row]
-        words[Word.NUM_STOP] = len(stops)
-        words[Word.STOP_IDS :] = stops
-        at = self.layout.params_at + row * int(Word.COUNT)
-        return np.stack([np.arange(at, at + len(words), dtype=np.int32), words], axis=1)
+        return request_updates(request, self.layout, row)
+
+    def token_updates(self, row: int, first: int, end: int) -> I32:
+        """Changes ``[n, 2]`` that bring the row's tokens [first, end), all of them known, to the device."""
+        at = row * self.layout.max_model_len
+        return np.stack([np.arange(at + first, at + end, dtype=np.int32), self.tokens[row, first:end]], axis=1)
 
     def table_updates(self, row: int) -> I32:
         """Changes ``[n, 2]`` that bring the blocks of the row that the device does not have yet."""
@@ -125,12 +125,3 @@ class RowTable:
         """Blocks that the row owns, in table order."""
         blocks: list[int] = self.block_tables[row, : self.num_blocks[row]].tolist()
         return blocks
-
-
-def row_features(request: Request) -> Feature:
-    """What the sampler must be able to do for this request, MIN_TOKENS left to the step."""
-    params = request.params
-    if params.temperature == 0:
-        return Feature.GREEDY
-    filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    return Feature.SAMPLE | Feature.FILTER if filters else Feature.SAMPLE

@@ -25,7 +25,7 @@ import numpy as np
 from gapless.config import EngineConfig
 from gapless.errors import RequestError
 from gapless.kv.pool import BlockPool
-from gapless.messages import Finished, StepMessage
+from gapless.messages import Finished, PromptRecords, StepMessage
 from gapless.plan import I32, Feature, RowLayout, StepPlan
 from gapless.prefix import PrefixCache
 from gapless.request import FinishReason, Request
@@ -34,12 +34,24 @@ from gapless.steady import NO_UPDATES, Steady
 
 NO_IDS = np.zeros(0, np.int64)
 NO_TOKENS = np.zeros(0, np.int32)
+NO_TOKEN = (
+    "no token can be chosen: the logits of this request are not finite (NaN), or its own parameters "
+    "(allowed_token_ids, bad_words, min_tokens) mask all of them"
+)
 
 
-def max_updates(config: EngineConfig) -> int:
+def max_updates(config: EngineConfig, layout: RowLayout) -> int:
     """Changes of the arena that one step can carry: every row may need a block, a full budget of prompt tokens its
-    blocks, and some new requests their parameters. What does not fit waits for the next step."""
-    return max(config.max_num_batched_tokens, 1024) + 2 * config.max_num_seqs
+    blocks, and some new requests their parameters, a few of them with masks and everything else that one may ask for.
+    What does not fit waits for the next step."""
+    return max(config.max_num_batched_tokens, 1024) + 2 * config.max_num_seqs + 4 * layout.request_words
+
+
+def _places(rows: I32) -> I32:
+    """How many of the entries just before each are equal to it."""
+    first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+    counts = np.diff(np.append(first, len(rows)))
+    return (np.arange(len(rows)) - np.repeat(first, counts)).astype(np.int32)
 
 
 @dataclass(slots=True)
@@ -65,6 +77,9 @@ class _Draft:
 
     budget: int
     updates_left: int
+    seqs_left: int  # beside one for each running row
+    full: bool = False  # a request waits for room among the updates of a later step
+    scored: list[int] = field(default_factory=list)  # rows that score their prompt, one token a sequence
     rows: list[I32] = field(default_factory=list)
     lens: list[I32] = field(default_factory=list)
     updates: list[I32] = field(default_factory=list)
@@ -95,7 +110,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._block_size = layout.block_size
         self._budget = config.max_num_batched_tokens
-        self._max_updates = max_updates(config)
+        self._max_updates = max_updates(config, layout)
         self._prefixes = PrefixCache(self.rows, self.pool, enabled=config.enable_prefix_caching)
         self._steady: Steady | None = None
         self._last_rows = NO_TOKENS
@@ -108,6 +123,8 @@ class Scheduler:
         self._step = 0
         self._finished: list[Finished] = []
         self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
+        self._stream_records: I32 | None = None
+        self._prompts: PromptRecords | None = None
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -157,14 +174,15 @@ class Scheduler:
             return plan
         if not self.has_requests:
             return None
-        draft = _Draft(self._budget, self._max_updates)
+        draft = _Draft(self._budget, self._max_updates, self.layout.max_num_seqs - len(self._running))
         preempted_before = self.stats.preemptions
         self._plan_decodes(draft)
         self._plan_running_prompts(draft)
         if self.stats.preemptions == preempted_before:
             self._admit(draft)
         plan = self._finish_plan(draft) if draft.rows else None
-        if plan is not None and not self._preempted and plan.draws_only and plan.num_seqs == len(self._running):
+        unchanged = plan is not None and not self._preempted and not draft.full and plan.num_seqs == len(self._running)
+        if plan is not None and unchanged and plan.draws_only:
             self._steady = Steady(plan, self.rows, self._block_size)
         return plan
 
@@ -216,12 +234,37 @@ class Scheduler:
             if draft.budget <= 0:
                 return
             if row not in self._preempted:
-                length = min(int(r.total[row] - r.computed[row]), draft.budget)
+                length = self._chunk(row, int(r.computed[row]), draft)
                 if self._grow(row, length, draft):
                     self._plan_chunk(row, length, draft)
 
+    def _chunk(self, row: int, start: int, draft: _Draft) -> int:
+        """Tokens of the row's next chunk, from position ``start``.
+
+        A prompt whose tokens are scored goes as sequences of one token, since only the end of a sequence has logits:
+        so the logits of a step stay as many as its sequences, however long the prompt is.
+        """
+        r = self.rows
+        length = min(int(r.total[row]) - start, draft.budget)
+        scored, to_score = int(r.scored[row]), int(r.to_score[row])
+        if scored == to_score:
+            return length
+        if start < scored:  # computed once more after a preemption
+            return min(length, scored - start)
+        return min(length, to_score - start, 1 + draft.seqs_left)
+
     def _plan_chunk(self, row: int, length: int, draft: _Draft) -> None:
-        draft.add(row, length)
+        r = self.rows
+        start = int(r.computed[row])
+        if r.scored[row] <= start < r.to_score[row]:
+            draft.rows.append(np.full(length, row, np.int32))
+            draft.lens.append(np.ones(length, np.int32))
+            draft.budget -= length
+            draft.seqs_left -= length - 1
+            draft.scored.append(row)
+            draft.update(r.token_updates(row, start + length, start + length + 1))  # no chunk has brought it yet
+        else:
+            draft.add(row, length)
         self._prefixes.publish(row, int(self.rows.computed[row]) + length)
 
     def _admit(self, draft: _Draft) -> None:
@@ -229,10 +272,10 @@ class Scheduler:
         r = self.rows
         # A preempted row whose last token is in flight already needs no more steps; commit ends it.
         for row in [row for row in self._preempted if r.total[row] < r.limit[row]]:
-            if draft.budget <= 0 or not self._start(row, draft):
+            if draft.budget <= 0 or draft.seqs_left <= 0 or not self._start(row, draft):
                 return
             del self._preempted[row]
-        while draft.budget > 0:
+        while draft.budget > 0 and draft.seqs_left > 0:
             if self._waiting and self.rows.num_free:
                 request_id, request = next(iter(self._waiting.items()))
                 if self._blocked == (request_id, self.pool.available):
@@ -245,7 +288,8 @@ class Scheduler:
                 draft.updates_left += len(params)
                 if not started:
                     self.rows.release(row)
-                    self._blocked = (request_id, self.pool.available)
+                    if not draft.full:
+                        self._blocked = (request_id, self.pool.available)
                     return
                 draft.update(params)
                 del self._waiting[request_id]
@@ -255,17 +299,26 @@ class Scheduler:
                 return
 
     def _start(self, row: int, draft: _Draft) -> bool:
-        """Plan a row's first chunk, after what the prefix cache holds of it. False: no room, and nothing changed."""
+        """Plan a row's first chunk, after what the prefix cache holds of it. False: no room, and nothing changed.
+
+        Where the sampler reads the prompt, the tokens of the hit are written to the row with the updates (no chunk
+        brings them), so that the hit is as long as the updates allow.
+        """
         r = self.rows
-        hit = self._prefixes.hit(row, draft.updates_left - self._blocks_for(draft.budget) - 1)
+        per_block = 1 + self._block_size if r.needs_prompt[row] else 1
+        most = (draft.updates_left - self._blocks_for(draft.budget) - 1) // per_block
+        hit = self._prefixes.hit(row, most) if r.scored[row] == r.to_score[row] else []
         start = len(hit) * self._block_size
-        length = min(int(r.total[row]) - start, draft.budget)
+        draft.seqs_left -= 1
+        length = self._chunk(row, start, draft)
         # Room for all of its tokens, not for the first chunk only: it should not be preempted before it has decoded.
         # Hits that nobody owns now leave the pool's available blocks when they are acquired.
         if self._blocks_for(int(r.total[row])) - len(hit) > self.pool.available - self.pool.count_idle(hit):
             return False
-        if self._blocks_for(start + length) > draft.updates_left:
-            return False  # this step's upload is full
+        tokens = start if r.needs_prompt[row] else 0
+        if self._blocks_for(start + length) + tokens > draft.updates_left:
+            draft.full = True
+            return False
         for block in hit:
             self.pool.acquire(block)
         r.block_tables[row, : len(hit)] = hit
@@ -274,6 +327,8 @@ class Scheduler:
         r.blocks_hashed[row] = len(hit)
         r.computed[row] = start
         self.stats.prefix_hit_tokens += start
+        if tokens:
+            draft.update(r.token_updates(row, 0, tokens))
         if not self._grow(row, length, draft, preempt=False):
             raise RuntimeError(f"{self.pool.available} blocks are available but row {row} could not get its share")
         place = np.searchsorted(r.ids[self._running], r.ids[row])  # a resumed row takes its old place
@@ -315,6 +370,7 @@ class Scheduler:
         self._running = self._running[self._running != row]
         self._preempted[row] = None
         self._preempted.move_to_end(row, last=False)
+        draft.scored = [other for other in draft.scored if other != row]
         for i, rows in enumerate(draft.rows):  # it may have a place in this very step already
             if row in rows:
                 keep = rows != row
@@ -330,6 +386,9 @@ class Scheduler:
             rows = self._last_rows  # the same object: see Steady.owns
         self._last_rows = rows
         starts = r.computed[rows]
+        scores = np.isin(rows, draft.scored) if draft.scored else None
+        if scores is not None:  # the sequences of one row lie side by side
+            starts = starts + _places(rows)
         ends = starts + lens
         samples = ends == r.total[rows]
         if len(rows) == lens.sum():
@@ -343,28 +402,38 @@ class Scheduler:
         features = Feature(int(np.bitwise_or.reduce(r.features[rows])))
         if (r.total[rows] < r.min_end[rows]).any():
             features |= Feature.MIN_TOKENS
+        if scores is not None:
+            features |= Feature.LOGPROBS
+            r.scored[rows[scores]] = ends[scores]  # of several values for a row NumPy takes the last, here and below
         r.computed[rows] = ends
         r.total[rows] += samples
         r.in_flight[rows] += 1
         updates = np.concatenate(draft.updates) if draft.updates else NO_UPDATES
         if len(updates) > self._max_updates:
             raise RuntimeError(f"step {self._step} has {len(updates)} updates; a slot holds {self._max_updates}")
-        plan = StepPlan(self._step, rows, starts, lens, samples, input_ids, carry, updates, features)
+        plan = StepPlan(self._step, rows, starts, lens, samples, input_ids, carry, updates, features, scores)
         self._count_step(plan)
         return plan
 
     # ---- results --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, tokens: I32) -> None:
-        """Take the tokens ``[S]`` of the oldest step. -1 marks a row whose logits were not finite."""
+    def commit(self, plan: StepPlan, tokens: I32, records: I32 | None = None) -> None:
+        """Take the tokens ``[S]`` of the oldest step. -1 marks a row whose logits were not finite.
+
+        ``records [S, Record.COUNT]`` are there if the plan's features name log-probabilities.
+        """
         r, steady = self.rows, self._steady
         if steady is not None and steady.owns(plan) and steady.commit(plan, tokens):
             self.stats.generated_tokens += len(tokens)
             if steady.any_streaming:
                 self._stream_ids, self._stream_tokens = steady.stream_ids, tokens[steady.streaming]
+                self._stream_records = records[steady.streaming] if records is not None else None
             return
         self._end_steady()
         r.in_flight[plan.rows] -= 1
+        if plan.scores is not None and records is not None:
+            live = plan.scores & ~r.finished[plan.rows]
+            self._prompts = PromptRecords(r.ids[plan.rows[live]], plan.starts[live] + 1, records[live])
         drew = plan.samples & ~r.finished[plan.rows]
         rows, drawn = plan.rows[drew], tokens[drew]
         self.stats.overrun_tokens += int(plan.samples.sum()) - len(rows)
@@ -377,28 +446,36 @@ class Scheduler:
         ended = bad | stop | (r.known[rows] == r.limit[rows])
         good = ~bad
         self.stats.generated_tokens += int(good.sum())
-        self._tell(rows[good], drawn[good])
+        self._tell(rows[good], drawn[good], records[drew][good] if records is not None else None)
         for i in np.flatnonzero(ended).tolist():
             row = int(rows[i])
             if bad[i]:
                 r.known[row] -= 1
-                self._finish_row(row, FinishReason.ERROR, error="the logits of this request are not finite (NaN)")
+                self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
             elif stop[i]:
                 self._finish_row(row, FinishReason.STOP, stop_token=int(drawn[i]))
             else:
                 self._finish_row(row, FinishReason.LENGTH)
         self._release_rows()
 
-    def _tell(self, rows: I32, drawn: I32) -> None:
+    def _tell(self, rows: I32, drawn: I32, records: I32 | None) -> None:
         streaming = self.rows.streaming[rows]
         self._stream_ids, self._stream_tokens = self.rows.ids[rows[streaming]], drawn[streaming]
+        self._stream_records = records[streaming] if records is not None else None
 
     def message(self) -> StepMessage | None:
         """What happened since the last call, or None when nothing is to be told."""
-        if not len(self._stream_ids) and not self._finished:
+        if not len(self._stream_ids) and not self._finished and self._prompts is None:
             return None
-        message = StepMessage(self._stream_ids, self._stream_tokens, tuple(self._finished), time.monotonic())
-        self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
+        message = StepMessage(
+            self._stream_ids,
+            self._stream_tokens,
+            tuple(self._finished),
+            time.monotonic(),
+            self._stream_records,
+            self._prompts,
+        )
+        self._stream_ids, self._stream_tokens, self._stream_records, self._prompts = NO_IDS, NO_TOKENS, None, None
         self._finished = []
         return message
 

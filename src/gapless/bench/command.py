@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gapless.bench.table import headline, progress, save, table
@@ -35,7 +36,8 @@ def add_arguments(parser: Parser) -> None:
     own.add_argument("--prompt-len", type=int, metavar="N", help="tokens of each prompt (default: 256)")
     own.add_argument("--output-len", type=int, metavar="N", help="new tokens of each (default: 256)")
     own.add_argument("--rate", type=float, metavar="X", help="requests a second, at random; for every workload")
-    own.add_argument("--prompts", metavar="FILE", help="one a line; .jsonl as for gapless generate")
+    text = "one a line; .jsonl as for gapless generate"
+    own.add_argument("--prompts", dest="prompts_file", metavar="FILE", help=text)
     own.add_argument("--sharegpt", metavar="FILE", help="conversations in the JSON form of ShareGPT")
     own.add_argument("--limit", type=int, default=256, metavar="N", help="conversations to use (default: 256)")
     peers = parser.add_argument_group("peers")
@@ -61,12 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
     options = engine_options(arguments)
     depths = parse_depths(arguments.depth or "1,2")
-    named = [workload(name) for name in arguments.prompts_or_names]
+    names = arguments.prompts  # what is no option
+    named = [workload(name) for name in names]
     check_lengths(arguments)
     from gapless.bench.environment import environment
     from gapless.bench.sweep import sweep
 
-    if arguments.prompts_or_names == ["seed"]:
+    if names == ["seed"]:
         from gapless.bench.seed import seed
 
         return seed(arguments, depths if arguments.depth else [1, 2], options)
@@ -98,8 +101,7 @@ def compare(arguments: argparse.Namespace, subject: Subject, loads: list[Workloa
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those that the user gave, checked. The words of the command become ``prompts_or_names``."""
-    arguments.prompts_or_names = list(arguments.rest)
+    """Those that the user gave, checked."""
     options = given(arguments, EngineConfig)
     if "pipeline_depth" in options:
         raise UsageError("--pipeline-depth is spelt --depth here, and takes several")
@@ -146,19 +148,17 @@ def make_subject(arguments: argparse.Namespace, options: dict[str, Any]) -> Subj
 
 
 def _loads(arguments: argparse.Namespace, named: list[Workload], subject: Subject) -> list[Workload]:
-    from dataclasses import replace
-
     loads = list(named)
     output_len = arguments.output_len or 256
-    if arguments.prompts is not None or arguments.sharegpt is not None:
+    if arguments.prompts_file is not None or arguments.sharegpt is not None:
         from gapless.bench.files import from_prompts, from_sharegpt
         from gapless.model.loading import load_tokenizer
 
         source = getattr(subject.model.config, "_name_or_path", None) or None
         tokenizer = load_tokenizer(source)
         vocab = subject.model.config.vocab_size
-        if arguments.prompts is not None:
-            loads.append(from_prompts(arguments.prompts, tokenizer, vocab, output_len))
+        if arguments.prompts_file is not None:
+            loads.append(from_prompts(arguments.prompts_file, tokenizer, vocab, output_len))
         if arguments.sharegpt is not None:
             loads.append(from_sharegpt(arguments.sharegpt, tokenizer, arguments.limit, arguments.output_len))
     elif any(getattr(arguments, name) is not None for name in ("batch", "prompt_len", "output_len")):

@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = _jobs(arguments)
     target = _target(arguments.output)
     jsonl = _is_jsonl(arguments)
+    if not jsonl and any(job.params.logprobs is not None for job in jobs):
+        raise UsageError("log-probabilities have no form in text: use --format jsonl with --logprobs")
     log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
     client = open_client(arguments.model, config)
     try:

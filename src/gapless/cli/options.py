@@ -20,11 +20,16 @@ def _integers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def _biases(text: str) -> dict[int, float]:
+    pairs = [word.split(":") for word in text.split(",")]
+    return {int(id): float(bias) for id, bias in pairs}
+
+
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     def either(text: str) -> Any:
         return None if text.lower() == "none" else parse(text)
 
-    either.__name__ = parse.__name__  # what argparse calls it when it refuses a value
+    either.__name__ = parse.__name__.strip("_")  # what argparse calls it when it refuses a value
     return either
 
 
@@ -38,8 +43,14 @@ _KINDS: dict[Any, dict[str, Any]] = {
     str | None: {"metavar": "NAME"},
     str | Sequence[str]: {"action": "append", "metavar": "TEXT"},
     Sequence[int]: {"type": _integers, "metavar": "N,N"},
+    Sequence[int] | None: {"type": _or_none(_integers), "metavar": "N,N"},
+    Mapping[int, float] | None: {"type": _or_none(_biases), "metavar": "N:X,N:X"},
+    Sequence[str | Sequence[int]]: {"action": "append", "metavar": "TEXT"},
 }
-_NOTES = {str | Sequence[str]: "; may be given several times"}
+_REPEATED = "; may be given several times"
+_NOTES = {str | Sequence[str]: _REPEATED, Sequence[str | Sequence[int]]: _REPEATED}
+LEFT_OUT = {("SamplingParams", "output_kind")}
+"""Fields without an option: the commands decide by themselves whether to stream."""
 
 
 def option_name(cls: type, field: str) -> str:
@@ -56,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type, title: str) -> None:
     group = parser.add_argument_group(title)
     types, texts = get_type_hints(cls), attribute_docs(cls)
     for field in fields(cls):
+        if (cls.__name__, field.name) in LEFT_OUT:
+            continue
         kind = types[field.name]
         if kind not in _KINDS:
             raise TypeError(f"{cls.__name__}.{field.name}: no command-line form of {kind} is known")

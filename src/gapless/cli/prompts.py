@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gapless.cli.options import LEFT_OUT
 from gapless.cli.parser import UsageError
 from gapless.errors import RequestError, did_you_mean
 from gapless.request import SamplingParams
 from gapless.text.chat import check_messages
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-_PARAMETERS = tuple(f.name for f in fields(SamplingParams))
+_PARAMETERS = tuple(f.name for f in fields(SamplingParams) if ("SamplingParams", f.name) not in LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ class Access:
     writes: tuple[torch.Tensor, ...] = ()
 
 
+NOTHING = Access()
+
+
 @dataclass(slots=True)
 class CopyCounts:
     """Copies asked for since the device was made."""
@@ -87,6 +90,7 @@ class Device(Protocol):
     compute: Stream
     d2h: Stream
     copies: CopyCounts
+    closed: bool
 
     def event(self, *, timing: bool = False) -> Event:
         """A fresh event, not recorded."""
@@ -116,8 +120,8 @@ class Device(Protocol):
         """Record ``work`` once; what comes back replays it and goes to `launch`. All captures share one memory pool."""
         ...
 
-    def host_access(self) -> AbstractContextManager[None]:
-        """Held while the host fills or reads a host buffer. Free of cost unless in debug mode."""
+    def host_access(self, access: Access = NOTHING, name: str = "host") -> AbstractContextManager[None]:
+        """Held while the host fills or reads host buffers. Free of cost unless in debug mode or simulated."""
         ...
 
     def thread_context(self) -> AbstractContextManager[None]:

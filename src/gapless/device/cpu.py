@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from gapless.device.base import Access, CopyCounts, DeviceError, Event, Stream, UndeclaredAccessError
+from gapless.device.base import NOTHING, Access, CopyCounts, DeviceError, Event, Stream, UndeclaredAccessError
 
 POISON = (0xFF, 0x7E)  # as fp32: NaN and 8.5e37; as int32: -1 and a huge index
 
@@ -157,7 +157,7 @@ class CpuDevice:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
 
-    def host_access(self) -> AbstractContextManager[None]:
+    def host_access(self, access: Access = NOTHING, name: str = "host") -> AbstractContextManager[None]:
         return cast("AbstractContextManager[None]", self._lock) if self._lock else contextlib.nullcontext()
 
     @contextlib.contextmanager

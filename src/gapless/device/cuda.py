@@ -8,13 +8,22 @@ in two threads work) and share one memory pool: replays of one engine never over
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 
-from gapless.device.base import Access, CopyCounts, Event, Stream
+from gapless.device.base import NOTHING, Access, CopyCounts, Event, Stream
+
+EXCLUSIVE = threading.RLock()
+"""Held while graphs are captured and while memory is given back: in one process the two exclude each other, and
+captures share the device's default random generator."""
+
+_idle_streams: dict[int, list[tuple[CudaStream, CudaStream, CudaStream]]] = {}
+"""Streams of closed devices, by index. PyTorch hands out 32 streams in turn, so that fresh ones for each engine would
+soon be those of another engine that still runs."""
 
 
 class CudaStream(torch.cuda.Stream):
@@ -57,18 +66,21 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self.copies = CopyCounts()
-        with torch.cuda.device(index):
-            streams = [CudaStream(device=self.torch_device) for _ in range(3)]  # type: ignore[no-untyped-call]
+        with torch.cuda.device(index), EXCLUSIVE:
+            idle = _idle_streams.setdefault(index, [])
+            self._streams = idle.pop() if idle else (self._stream("h2d"), self._stream("compute"), self._stream("d2h"))
             self.pool = torch.cuda.graph_pool_handle()
-        for stream, name in zip(streams, ("h2d", "compute", "d2h"), strict=True):
-            stream.name = name
-        self._h2d, self._compute, self._d2h = streams
+        self._h2d, self._compute, self._d2h = self._streams
         self._on_h2d, self._on_d2h = torch.cuda.stream(self._h2d), torch.cuda.stream(self._d2h)
         self.h2d: Stream = self._h2d
         self.compute: Stream = self._compute
         self.d2h: Stream = self._d2h
-        self._buffers: list[torch.Tensor] = []
         self.closed = False
+
+    def _stream(self, name: str) -> CudaStream:
+        stream = CudaStream(device=self.torch_device)  # type: ignore[no-untyped-call]
+        stream.name = name
+        return stream
 
     def event(self, *, timing: bool = False) -> Event:
         return CudaEvent(timing)
@@ -101,11 +113,14 @@ class CudaDevice:
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph.replay
 
-    def host_access(self) -> AbstractContextManager[None]:
+    def host_access(self, access: Access = NOTHING, name: str = "host") -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -114,9 +129,14 @@ class CudaDevice:
             yield
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)  # sync-ok: off the step path
+        for stream in self._streams:  # not the whole device: another engine may be capturing
+            stream.synchronize()  # sync-ok: off the step path
 
     def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.synchronize()
+        if self.closed:
+            return
+        self.closed = True
+        self.synchronize()
+        with EXCLUSIVE:
+            torch.cuda.empty_cache()
+            _idle_streams[self.torch_device.index].append(self._streams)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from torch.nn import functional
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.kv.spec import KVSpec
 from gapless.model.base import CausalModel
+
+if TYPE_CHECKING:
+    from gapless.model.small_batch import SmallBatch
 
 M = TypeVar("M", bound=nn.Module)
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -86,6 +89,33 @@ class FusedDecoder:
         self._ops: Any = ops
         self._attend = attend
         self.linear: Linear = functional.linear
+        self.small: SmallBatch | None = None
+
+    def summary(self) -> list[tuple[str, str]]:
+        """What was replaced, and by what, for the log."""
+        layers = len(self._layers)
+        normed = " + q/k norm" if self._layers[0].q_norm is not None else ""
+        table = [
+            ("q, k, v projections", f"one product in {layers} layers"),
+            ("gate and up projections", f"one product in {layers} layers"),
+            ("residual add + RMSNorm", f"one kernel, {2 * layers + 1} times"),
+            (f"RoPE{normed} + cache write", f"one kernel in {layers} layers"),
+            ("SiLU * up", f"one kernel in {layers} layers"),
+        ]
+        if self.small is not None:
+            table.append((f"decode of up to {self.small.limit} tokens", "norms, residuals, SiLU inside the products"))
+        return table
+
+    def enable_small_batches(self) -> bool:
+        """Run decode steps of few tokens by kernels made for them; False where they do not apply. Before capture."""
+        from gapless.model.small_batch import SmallBatch, supported
+
+        if supported(self._embedding):
+            rotary = (self._cos, self._sin)
+            self.small = SmallBatch(
+                self._layers, self._embedding, self._norm, self._head, rotary, self._eps, self._attend
+            )
+        return self.small is not None
 
     @torch.no_grad()
     def forward(
@@ -96,6 +126,9 @@ class FusedDecoder:
         logits_index: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        if self.small is not None and context.decode_only and len(input_ids) <= self.small.limit:
+            self.small.forward(input_ids, positions, context, out)
+            return
         ops, linear, eps = self._ops, self.linear, self._eps
         residual = functional.embedding(input_ids, self._embedding)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)

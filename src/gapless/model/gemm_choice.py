@@ -51,7 +51,68 @@ def bucket(m: int) -> int:
 
 
 # Found by benchmarks/gemm_kernels.py on an H200; (op, bucket, n, k). None is cuBLAS.
-TABLE: dict[tuple[str, int, int, int], GemmConfig | None] = {}
+TABLE: dict[tuple[str, int, int, int], GemmConfig | None] = {
+    ("plain", 1, 4096, 1024): GemmConfig(False, 8, 1024, 1, 8, stages=4, preload=True),
+    ("residual", 1, 1024, 2048): GemmConfig(False, 4, 2048, 1, 4, stages=4, preload=True),
+    ("glu", 1, 6144, 1024): GemmConfig(False, 2, 512, 1, 4, stages=4, preload=True),
+    ("residual", 1, 1024, 3072): GemmConfig(False, 4, 2048, 1, 4, stages=4, preload=True),
+    ("plain", 1, 151936, 1024): GemmConfig(False, 8, 1024, 1, 4, stages=4, preload=True),
+    ("plain", 16, 4096, 1024): GemmConfig(True, 32, 256, 1, 4, stages=3, preload=True, prefetch=1024),
+    ("residual", 16, 1024, 2048): GemmConfig(True, 64, 256, 8, 8, stages=1, preload=True),
+    ("glu", 16, 6144, 1024): GemmConfig(True, 64, 256, 4, 8, stages=1, preload=True),
+    ("residual", 16, 1024, 3072): GemmConfig(True, 64, 256, 12, 8, stages=1, preload=True),
+    ("plain", 16, 151936, 1024): GemmConfig(True, 64, 64, 1, 4, stages=5, prefetch=256),
+    ("plain", 32, 4096, 1024): GemmConfig(True, 64, 128, 2, 4, stages=3, preload=True, prefetch=512),
+    ("residual", 32, 1024, 2048): GemmConfig(True, 32, 256, 4, 4, stages=3, preload=True, prefetch=512),
+    ("glu", 32, 6144, 1024): GemmConfig(True, 64, 64, 2, 4, stages=6, prefetch=512),
+    ("residual", 32, 1024, 3072): GemmConfig(True, 32, 256, 4, 4, stages=3, preload=True, prefetch=768),
+    ("plain", 32, 151936, 1024): GemmConfig(True, 64, 64, 1, 4, stages=5, prefetch=256),
+    ("plain", 64, 4096, 1024): GemmConfig(True, 64, 128, 2, 4, stages=4, prefetch=512),
+    ("residual", 64, 1024, 2048): GemmConfig(True, 64, 256, 8, 8, stages=1, preload=True),
+    ("glu", 64, 6144, 1024): GemmConfig(True, 64, 128, 2, 4, stages=4, prefetch=512),
+    ("residual", 64, 1024, 3072): GemmConfig(True, 64, 128, 8, 4, stages=4, prefetch=384),
+    ("plain", 64, 151936, 1024): GemmConfig(True, 128, 64, 1, 4, stages=8, prefetch=512),
+    ("plain", 128, 4096, 1024): None,
+    ("residual", 128, 1024, 2048): None,
+    ("glu", 128, 6144, 1024): None,
+    ("residual", 128, 1024, 3072): None,
+    ("plain", 128, 151936, 1024): None,
+    ("plain", 256, 4096, 1024): None,
+    ("residual", 256, 1024, 2048): None,
+    ("glu", 256, 6144, 1024): None,
+    ("residual", 256, 1024, 3072): None,
+    ("plain", 256, 151936, 1024): None,
+    ("plain", 1, 6144, 4096): GemmConfig(False, 8, 512, 1, 4, stages=4, preload=True),
+    ("residual", 1, 4096, 4096): GemmConfig(False, 16, 256, 1, 4, stages=4, preload=True),
+    ("glu", 1, 28672, 4096): GemmConfig(False, 4, 1024, 1, 4, stages=4, preload=True),
+    ("residual", 1, 4096, 14336): GemmConfig(False, 8, 2048, 1, 4, stages=4, preload=True),
+    ("plain", 1, 128256, 4096): GemmConfig(True, 64, 128, 1, 4, stages=4, prefetch=256),
+    ("plain", 16, 6144, 4096): None,
+    ("residual", 16, 4096, 4096): GemmConfig(True, 64, 128, 4, 4, stages=4, prefetch=256),
+    ("glu", 16, 28672, 4096): None,
+    ("residual", 16, 4096, 14336): GemmConfig(True, 64, 128, 4, 4, stages=4, prefetch=256),
+    ("plain", 16, 128256, 4096): GemmConfig(True, 128, 64, 1, 4, stages=5, prefetch=256),
+    ("plain", 32, 6144, 4096): GemmConfig(True, 128, 64, 5, 4, stages=5, prefetch=256),
+    ("residual", 32, 4096, 4096): GemmConfig(True, 64, 128, 4, 4, stages=4, prefetch=256),
+    ("glu", 32, 28672, 4096): GemmConfig(True, 64, 128, 1, 4, stages=4, prefetch=256),
+    ("residual", 32, 4096, 14336): GemmConfig(True, 64, 128, 4, 4, stages=4, prefetch=256),
+    ("plain", 32, 128256, 4096): GemmConfig(True, 128, 64, 1, 4, stages=5, prefetch=256),
+    ("plain", 64, 6144, 4096): None,
+    ("residual", 64, 4096, 4096): None,
+    ("glu", 64, 28672, 4096): GemmConfig(True, 64, 128, 1, 4, stages=4, prefetch=512),
+    ("residual", 64, 4096, 14336): GemmConfig(True, 128, 128, 4, 8, stages=4, prefetch=512),
+    ("plain", 64, 128256, 4096): GemmConfig(True, 256, 64, 1, 8, stages=4, prefetch=256),
+    ("plain", 128, 6144, 4096): None,
+    ("residual", 128, 4096, 4096): None,
+    ("glu", 128, 28672, 4096): GemmConfig(True, 64, 64, 1, 8, stages=3, prefetch=128),
+    ("residual", 128, 4096, 14336): None,
+    ("plain", 128, 128256, 4096): GemmConfig(True, 128, 64, 1, 8, stages=3, prefetch=128),
+    ("plain", 256, 6144, 4096): None,
+    ("residual", 256, 4096, 4096): None,
+    ("glu", 256, 28672, 4096): None,
+    ("residual", 256, 4096, 14336): None,
+    ("plain", 256, 128256, 4096): None,
+}
 
 
 def default(product: Product) -> GemmConfig | None:
@@ -155,7 +216,8 @@ def runner(
     inputs = [torch.randn(m, k, device=device).to(dtype) for _ in range(2)]
     before = torch.randn(m, n, device=device).to(dtype) if product.op == "residual" else inputs[0]
     norm = torch.ones(max(n, k), device=device, dtype=dtype)[: n if product.op == "residual" else k]
-    squares = torch.full((m, max(1, k // 128)), 128.0, device=device)
+    tiles = 512 if m == 1 else 32
+    squares = torch.full((m, tiles), k / tiles, device=device)
     space = Workspace(device)
     if config is not None:
         space.reserve(*workspace_size(product.op, m, n, config.fit(k)))

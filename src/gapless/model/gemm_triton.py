@@ -138,7 +138,7 @@ def _prefetch(base, K: tl.constexpr, BN: tl.constexpr, PF: tl.constexpr, THREADS
 
 
 @triton.jit
-def _scales(sq_ptr, m, inside, eps, K: tl.constexpr, SQ: tl.constexpr, SQP: tl.constexpr):
+def _scales(sq_ptr, m, inside, eps, SQ, K: tl.constexpr, SQP: tl.constexpr):
     """1 / root mean square of the tokens ``m``, from the sums of squares of the tiles of the residual."""
     j = tl.arange(0, SQP)
     mask = inside[:, None] & (j < SQ)[None, :]
@@ -155,11 +155,11 @@ def _silu(gate, up, dtype: tl.constexpr):
     return (silu * up).to(dtype)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "SQ"])
 def _dot_kernel(
-    x_ptr, w_ptr, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr, part_ptr, count_ptr, M, eps,
-    N: tl.constexpr, K: tl.constexpr, SQ: tl.constexpr, SQP: tl.constexpr, OP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, S: tl.constexpr, PRE: tl.constexpr, PF: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr, part_ptr, count_ptr, M, SQ,
+    eps, N: tl.constexpr, K: tl.constexpr, SQP: tl.constexpr, OP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, S: tl.constexpr, PRE: tl.constexpr, PF: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weights are the left operand: their tile has the 64 rows that wgmma asks for, the tokens may be few."""
@@ -206,7 +206,7 @@ def _dot_kernel(
     if PRE:
         x_first = tl.load(x_base + x_off, mask=m_in[:, None] & (begin * BK + col < K)[None, :], other=0.0)
     if sq_ptr is not None:
-        scale = _scales(sq_ptr, m, m_in, eps, K, SQ, SQP)
+        scale = _scales(sq_ptr, m, m_in, eps, SQ, K, SQP)
 
     acc = tl.zeros((BN, BM), tl.float32)
     if OP == GLU:
@@ -301,10 +301,10 @@ def _finish_tile(
         tl.store(out_ptr + place, acc.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SQ"])
 def _one_token_kernel(
-    x_ptr, w_ptr, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr, eps,
-    N: tl.constexpr, K: tl.constexpr, SQ: tl.constexpr, SQP: tl.constexpr, OP: tl.constexpr, BN: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr, SQ, eps,
+    N: tl.constexpr, K: tl.constexpr, SQP: tl.constexpr, OP: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRE: tl.constexpr, PF: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token needs no tensor core: weights go from memory to registers, many loads of 16 bytes in flight."""
@@ -525,7 +525,7 @@ def _gemm(
     config = config.fit(k)
     count = 1 if squares is None else squares.shape[1]
     shared = {
-        "N": n, "K": k, "SQ": count, "SQP": triton.next_power_of_2(count), "OP": OPS[op], "BN": config.block_n,
+        "N": n, "K": k, "SQP": _padded(count), "OP": OPS[op], "BN": config.block_n,
         "BK": config.block_k, "PRE": int(config.preload), "PF": _prefetched(config, x.device),
         "THREADS": 32 * config.warps, "PDL": pdl, "num_warps": config.warps, **_launch(pdl),
     }  # fmt: skip
@@ -533,7 +533,7 @@ def _gemm(
         if m != 1:
             raise ValueError(f"the kernel for one token was chosen for {m}")
         _one_token_kernel[(config.tiles(n),)](
-            x, weight, bias, squares, residual, norm, out, ahead, squares_out, eps, **shared
+            x, weight, bias, squares, residual, norm, out, ahead, squares_out, count, eps, **shared
         )
         return
     if not workspace.fits(*workspace_size(op, m, rows, config)):
@@ -541,8 +541,13 @@ def _gemm(
     bm = config.rows(m)
     _dot_kernel[(-(-m // bm), config.tiles(n) * config.split)](
         x, weight, bias, squares, residual, norm, out, ahead, squares_out, workspace.partials,
-        workspace.counters, m, eps, BM=bm, S=config.split, num_stages=config.stages, **shared,
+        workspace.counters, m, count, eps, BM=bm, S=config.split, num_stages=config.stages, **shared,
     )  # fmt: skip
+
+
+def _padded(squares: int) -> int:
+    # Few sizes, so that few variants of a kernel are compiled.
+    return 64 if squares <= 64 else max(1024, triton.next_power_of_2(squares))
 
 
 def _prefetched(config: GemmConfig, device: torch.device) -> int:

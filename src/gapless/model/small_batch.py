@@ -71,8 +71,17 @@ class Layer(Protocol):
     def attention(self) -> AttentionParams: ...
 
 
+def supported(weight: torch.Tensor) -> bool:
+    """Whether `SmallBatch` is worth it and exact enough for weights like this.
+
+    fp32 keeps the plain path, whose sums its tests compare. fp16 has no room for the product of the residual and a
+    weight of the norm.
+    """
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cuda"
+
+
 class SmallBatch:
-    """See the module.
+    """See the module. Ask `supported` first.
 
     Args:
         layers, embedding, norm, head, rotary, eps: as `gapless.model.fused.FusedDecoder` holds them.
@@ -83,7 +92,7 @@ class SmallBatch:
         early_attention: launch the rotary and attention kernels so too; ``attend`` is then not used.
 
     Raises:
-        ValueError: the weights are not bf16 on a CUDA device, or not contiguous.
+        ValueError: a weight is not contiguous.
     """
 
     def __init__(
@@ -101,10 +110,6 @@ class SmallBatch:
         chooser: Chooser | None = None,
         early_attention: bool = True,
     ) -> None:
-        # fp32 keeps the plain path: its tests ask for the sums in the same order. fp16 has no room for the product of
-        # the residual and a weight of the norm.
-        if embedding.dtype != torch.bfloat16 or embedding.device.type != "cuda":
-            raise ValueError(f"small batches need bf16 weights on a GPU, not {embedding.dtype} on {embedding.device}")
         weights = [w for layer in layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         if not all(w.is_contiguous() for w in (*weights, head, embedding)):
             raise ValueError("small batches need contiguous weights")

@@ -32,6 +32,9 @@ class Sample(Protocol):
         sample_flags: torch.Tensor,
         features: Feature,
         out_tokens: torch.Tensor,
+        out_records: torch.Tensor | None = None,
+        *,
+        processed_logprobs: bool = False,
     ) -> None: ...
 
 

@@ -16,7 +16,10 @@ from gapless.plan import NULL_BLOCK, RowLayout, Word
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """The words of all rows (see `RowLayout`) and views of its three sections. Written on the compute stream only."""
+    """The words of all rows (see `RowLayout`) and views of its first three sections.
+
+    Written on the compute stream only.
+    """
 
     words: torch.Tensor
     token_table: torch.Tensor  # [R + 1, max_model_len]
@@ -31,7 +34,7 @@ def arena_views(words: torch.Tensor, layout: RowLayout) -> Arena:
         words,
         words[: layout.block_tables_at].view(r, layout.max_model_len),
         words[layout.block_tables_at : layout.params_at].view(r, layout.max_blocks),
-        words[layout.params_at : layout.num_words].view(r, int(Word.COUNT)),
+        words[layout.params_at : layout.bias_at].view(r, int(Word.COUNT)),
     )
 
 

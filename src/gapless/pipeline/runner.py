@@ -13,6 +13,7 @@ the compute stream only; the runner owns these tensors and hands their addresses
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,14 +22,14 @@ from typing import NamedTuple
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.device.base import Access, Device, Event
+from gapless.device.base import Access, Device, DeviceError, Event
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import slot_layout, step_inputs
 from gapless.pipeline.prepare import StepIndices, arena_views
 from gapless.pipeline.shapes import Shapes
 from gapless.pipeline.slot import Ring, Slot
-from gapless.plan import I32, Feature, RowLayout, StepPlan
+from gapless.plan import COMBINATIONS, I32, Feature, RowLayout, StepPlan, covering
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,21 @@ class StepInFlight:
     plan: StepPlan
     slot: Slot
     watch: Stopwatch
+    padded: int  # S of its graphs
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A finished step: its plan and one token per sequence, -1 where the logits were not finite."""
+    """A finished step: its plan and one token per sequence, -1 where the logits were not finite.
+
+    ``records`` are the log-probabilities ``[S, Record.COUNT]``, None if the plan's features do not name them.
+    """
 
     plan: StepPlan
     tokens: I32
     busy_ms: float  # first to last work of the step on the compute stream
     idle_ms: float  # from the end of the step before to the start of this one; 0 for the first
+    records: I32 | None = None
 
 
 class Key(NamedTuple):
@@ -66,13 +72,6 @@ class Key(NamedTuple):
     num_seqs: int
     decode_only: bool
     features: Feature = Feature.GREEDY
-
-
-FEATURES = [
-    draw | mask
-    for draw in (Feature.GREEDY, Feature.SAMPLE, Feature.SAMPLE | Feature.FILTER)
-    for mask in (Feature.GREEDY, Feature.MIN_TOKENS)
-]
 
 
 class Runner:
@@ -87,6 +86,7 @@ class Runner:
         max_num_tokens, max_updates: the largest step that a plan may ask for.
         kernels: prepare and sample, for this device.
         shapes: how steps are padded, and whether they are captured.
+        processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
     """
 
     def __init__(
@@ -101,12 +101,14 @@ class Runner:
         max_updates: int,
         kernels: Kernels,
         shapes: Shapes,
+        processed_logprobs: bool = False,
     ) -> None:
         self.device = device
         self.model = model
         self.layout = layout
         self._kernels = kernels
         self._shapes = shapes
+        self._processed_logprobs = processed_logprobs
         max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs)
         self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates) for i in range(depth)])
         self._arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
@@ -143,7 +145,7 @@ class Runner:
         watch = self._watches[plan.step % len(self._watches)]
         t, s = self._shapes.pad(plan)
         layout = slot_layout(t, s)
-        with device.host_access():
+        with device.host_access(slot.filling, "fill"):
             used = slot.fill(plan, layout, self.layout.null_row)
 
         device.copy_h2d(*slot.used(used), "h2d")
@@ -153,27 +155,29 @@ class Runner:
         watch.start.record(device.compute)
         forward = self._work(Key("forward", t, s, plan.decode_only), slot)
         device.launch(forward, self._forward_access[slot.index], "forward")
-        sample = self._work(Key("sample", s, s, False, plan.features), slot)
+        sample = self._work(Key("sample", s, s, False, covering(plan.features)), slot)
         device.launch(sample, self._sample_access[slot.index], "sample")
         watch.end.record(device.compute)
         slot.compute_done.record(device.compute)
 
         slot.compute_done.wait(device.d2h)
-        device.copy_d2h(slot.out_host, slot.out, "d2h")
+        device.copy_d2h(*slot.used_out(s, bool(plan.features & Feature.LOGPROBS)), "d2h")
         slot.d2h_done.record(device.d2h)
-        return StepInFlight(plan, slot, watch)
+        return StepInFlight(plan, slot, watch, s)
 
     def wait(self, step: StepInFlight) -> StepResult:
         """Block until the step's tokens are on the host, and copy them out of the slot."""
-        slot = step.slot
+        slot, records = step.slot, None
         slot.d2h_done.synchronize()
-        with self.device.host_access():
+        with self.device.host_access(slot.reading, "read"):
             tokens = slot.read(step.plan.num_seqs)
+            if step.plan.features & Feature.LOGPROBS:
+                records = slot.read_records(step.plan.num_seqs, step.padded)
         watch, last = step.watch, self._last
         self._last = watch
         busy = watch.start.elapsed_ms(watch.end)
         idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
-        return StepResult(step.plan, tokens, busy, max(idle, 0.0))
+        return StepResult(step.plan, tokens, busy, max(idle, 0.0), records)
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -184,7 +188,7 @@ class Runner:
         widest = shapes.seq_buckets[-1]
         forwards = [Key("forward", t, widest, False) for t in shapes.token_buckets]
         forwards += [Key("forward", s, s, True) for s in shapes.seq_buckets]
-        samples = [Key("sample", s, s, False, f) for s in shapes.seq_buckets for f in FEATURES]
+        samples = [Key("sample", s, s, False, f) for s in shapes.seq_buckets for f in COMBINATIONS]
         return sorted(forwards + samples, key=lambda key: -key.num_tokens)
 
     def capture(self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter) -> None:
@@ -208,14 +212,21 @@ class Runner:
         return self.device.thread_context()
 
     def close(self) -> None:
-        """Finish what is in flight and give the memory back."""
+        """Finish what is in flight and give the memory back, also if somebody still refers to this runner."""
+        if self.device.closed:
+            return
+        with contextlib.suppress(DeviceError):  # told to whoever waited for the step
+            self.device.synchronize()  # no graph is destroyed under a step that runs
         self._captured.clear()
+        del self._ring, self._arena, self._kv, self._indices, self._logits, self._forward_access, self._sample_access
         self.device.close()
 
     # ---- what is enqueued -----------------------------------------------------------------------------------------
 
     def _work(self, key: Key, slot: Slot) -> Callable[[], None]:
-        return self._captured.get((slot.index, key)) or self._build(key, slot)
+        if not self._shapes.capture:
+            return self._build(key, slot)
+        return self._captured[slot.index, key]
 
     def _build(self, key: Key, slot: Slot) -> Callable[[], None]:
         return self._forward(key, slot) if key.half == "forward" else self._sample(key, slot)
@@ -246,11 +257,13 @@ class Runner:
         # Rows and flags lie before the tokens in the slot, at places that depend on the number of sequences alone.
         step = step_inputs(slot.device, slot_layout(key.num_seqs, key.num_seqs))
         positions = self._indices.sample_positions[: key.num_seqs]
-        logits, out = self._logits[: key.num_seqs], slot.out[: key.num_seqs]
+        logits = self._logits[: key.num_seqs]
+        out, records = slot.tokens_out(key.num_seqs), slot.records_out(key.num_seqs)
 
         def work() -> None:
             self._kernels.sample(
-                logits, self._arena.words, self.layout, step.rows, positions, step.flags, key.features, out
-            )
+                logits, self._arena.words, self.layout, step.rows, positions, step.flags, key.features, out, records,
+                processed_logprobs=self._processed_logprobs,
+            )  # fmt: skip
 
         return work

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gapless.device.base import Device
+from gapless.device.base import Access, Device
 from gapless.pipeline.layout import (
     NUM_SEQS,
     NUM_TOKENS,
@@ -24,7 +24,9 @@ from gapless.pipeline.layout import (
     slot_words,
     used_words,
 )
-from gapless.plan import I32, StepPlan
+from gapless.plan import I32, Record, StepPlan
+
+MAX_PAIRS = 1024
 
 
 class Slot:
@@ -35,14 +37,17 @@ class Slot:
         self.index = index
         self.host = device.host_buffer(4 * words, f"slot{index}.host").view(torch.int32)
         self.device = device.device_buffer((words,), torch.int32, f"slot{index}.device")
-        self.out = device.device_buffer((num_seqs,), torch.int32, f"slot{index}.out")
-        self.out_host = device.host_buffer(4 * num_seqs, f"slot{index}.out_host").view(torch.int32)
+        out = num_seqs * (1 + int(Record.COUNT))
+        self.out = device.device_buffer((out,), torch.int32, f"slot{index}.out")
+        self.out_host = device.host_buffer(4 * out, f"slot{index}.out_host").view(torch.int32)
+        self.filling, self.reading = Access(writes=(self.host,)), Access(reads=(self.out_host,))
         self.h2d_done = device.event()
         self.compute_done = device.event()
         self.d2h_done = device.event()
         self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._words: I32 = self.host.numpy()
-        self._tokens: I32 = self.out_host.numpy()
+        self._out_pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._out_words: I32 = self.out_host.numpy()
 
     def fill(self, plan: StepPlan, layout: SlotLayout, null_row: int) -> int:
         """Write the plan, padded to ``layout``, into the pinned region; returns the words that are to be copied."""
@@ -54,7 +59,7 @@ class Slot:
         loc = layout.query_start_loc
         w[loc] = 0
         np.cumsum(plan.query_lens, out=w[loc + 1 : loc + 1 + s])
-        w[layout.flags : layout.flags + s] = plan.samples
+        w[layout.flags : layout.flags + s] = plan.samples if plan.scores is None else plan.samples + 2 * plan.scores
         if s < n_seqs:
             w[layout.rows + s : layout.rows + n_seqs] = null_row
             w[layout.starts + s : layout.starts + n_seqs] = 0
@@ -75,12 +80,35 @@ class Slot:
         same length again and again."""
         pair = self._pairs.get(words)
         if pair is None:
+            if len(self._pairs) > MAX_PAIRS:
+                self._pairs.clear()
             pair = self._pairs[words] = (self.device[:words], self.host[:words])
+        return pair
+
+    def tokens_out(self, padded: int) -> torch.Tensor:
+        """Where a step of ``padded`` sequences writes its tokens ``[S]``."""
+        return self.out[:padded]
+
+    def records_out(self, padded: int) -> torch.Tensor:
+        """Where it writes log-probabilities ``[S, Record.COUNT]``: behind the tokens."""
+        return self.out[padded : padded * (1 + int(Record.COUNT))].view(padded, int(Record.COUNT))
+
+    def used_out(self, padded: int, records: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of the pinned output twin and of the output that the step's copy must bring back."""
+        words = padded * (1 + int(Record.COUNT)) if records else padded
+        pair = self._out_pairs.get(words)
+        if pair is None:
+            pair = self._out_pairs[words] = (self.out_host[:words], self.out[:words])
         return pair
 
     def read(self, num_seqs: int) -> I32:
         """The step's tokens ``[S]``, copied. Only after `d2h_done`."""
-        return self._tokens[:num_seqs].copy()
+        return self._out_words[:num_seqs].copy()
+
+    def read_records(self, num_seqs: int, padded: int) -> I32:
+        """The step's log-probabilities ``[S, Record.COUNT]``, copied. Only after `d2h_done`."""
+        width = int(Record.COUNT)
+        return self._out_words[padded : padded + num_seqs * width].reshape(num_seqs, width).copy()
 
 
 class Ring:

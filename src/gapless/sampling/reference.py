@@ -13,7 +13,9 @@ import torch
 
 from gapless.plan import Feature, RowLayout, Word
 from gapless.request import MAX_STOP_TOKEN_IDS
+from gapless.sampling.logprobs import write_records
 from gapless.sampling.philox import Purpose, uniform
+from gapless.sampling.process import process
 
 MIN_TEMPERATURE = 1e-20
 """Positive temperatures below it are raised to it: dividing by a denormal number is not portable."""
@@ -37,6 +39,13 @@ def sample(
     Returns:
         int32 ``[S]``: a token of positive probability, or -1 for a row with a NaN or without finite maximum.
     """
+    return choose(logits, params_words, positions, features)[0]
+
+
+def choose(
+    logits: torch.Tensor, params_words: torch.Tensor, positions: torch.Tensor, features: Feature
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample`; also float32 ``[S, V]``, the logarithm of what was drawn from, up to a constant per row."""
     x = logits.float()
     invalid = None
     if features & Feature.MIN_TOKENS:
@@ -46,14 +55,20 @@ def sample(
     invalid = ~top.isfinite() if invalid is None else invalid | ~top.isfinite()
     if features & Feature.SAMPLE:
         temperature = _floats(params_words, Word.TEMPERATURE)
-        weights = torch.exp((x - top[:, None]).div_(temperature.clamp_min(MIN_TEMPERATURE)[:, None]))
+        scaled = (x - top[:, None]).div_(temperature.clamp_min(MIN_TEMPERATURE)[:, None])
+        weights = torch.exp(scaled)
         if features & Feature.FILTER:
             weights = _filter(x, weights, top, params_words)
         u = uniform(
             params_words[:, Word.SEED_LOW], params_words[:, Word.SEED_HIGH], positions, Purpose.SAMPLE
         )
         token = torch.where(temperature > 0, draw(weights, u), token)
-    return torch.where(invalid, -1, token).int()
+        if features & Feature.LOGPROBS:
+            if features & Feature.FILTER:  # in other rows a weight of 0 is merely too small for a float
+                dropped = (weights == 0) & _filtered(params_words, x.shape[1])[:, None]
+                scaled = scaled.masked_fill(dropped, _NEGATIVE_INFINITY)
+            x = torch.where((temperature > 0)[:, None], scaled, x)
+    return torch.where(invalid, -1, token).int(), x
 
 
 def sample_and_store(
@@ -65,6 +80,9 @@ def sample_and_store(
     sample_flags: torch.Tensor,
     features: Feature,
     out_tokens: torch.Tensor,
+    out_records: torch.Tensor | None = None,
+    *,
+    processed_logprobs: bool = False,
 ) -> None:
     """The end of a step: choose tokens and write them into the output and into the token table.
 
@@ -74,14 +92,30 @@ def sample_and_store(
         layout: where the rows' words lie.
         rows: int32 ``[S]``, row of each sequence.
         positions: int64 ``[S]``, the position that the new token will take.
-        sample_flags: ``[S]``, integer or bool; where its lowest bit is 0, the sequence gets no token.
+        sample_flags: ``[S]``, integer or bool; where its lowest bit is 0, the sequence gets no token. Bit 1: the record
+            is that of the token which the table holds at ``positions``, always of the raw logits.
         features: what the rows need.
         out_tokens: int32 ``[S]``, written: the token, -1 for an invalid row, 0 where there is none.
+        out_records: int32 ``[S, Record.COUNT]``, written for rows that ask, if the features name log-probabilities.
+        processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
     """
-    words = arena[layout.params_at : layout.num_words].view(layout.num_rows, int(Word.COUNT))
+    words = arena[layout.params_at : layout.bias_at].view(layout.num_rows, int(Word.COUNT))
     index = rows.long()
-    token = sample(logits, words.index_select(0, index), positions, features)
+    params = words.index_select(0, index)
     flags = (sample_flags & 1) != 0
+    x = logits
+    if features & Feature.PROCESS:
+        x = process(logits, arena, layout, rows, positions, sample_flags)
+    token, drawn_from = choose(x, params, positions, features)
+    if features & Feature.LOGPROBS and out_records is not None:
+        scores = (sample_flags & 2) != 0
+        given = arena[(index * layout.max_model_len + positions).clamp(0, layout.block_tables_at - 1)]
+        counts = torch.where(flags, params[:, Word.NUM_LOGPROBS], 0)
+        counts = torch.where(scores, params[:, Word.NUM_PROMPT_LOGPROBS], counts)
+        of = logits.float()
+        if processed_logprobs:
+            of = torch.where(scores[:, None], of, drawn_from)
+        write_records(of, torch.where(scores, given, token), counts, out_records)
     out_tokens.copy_(torch.where(flags, token, 0))
     stored = flags & (token >= 0) & (positions >= 0) & (positions < layout.max_model_len)
     place = index * layout.max_model_len + positions
@@ -129,6 +163,13 @@ def _mask_stop_tokens(x: torch.Tensor, params_words: torch.Tensor, positions: to
     masked &= (positions < params_words[:, Word.MIN_END])[:, None]
     value = torch.where(masked, _NEGATIVE_INFINITY, -_NEGATIVE_INFINITY)  # the minimum with inf is no change
     return x.scatter_reduce(1, torch.where(masked, ids, 0), value, "amin")
+
+
+def _filtered(params_words: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Bool ``[S]``: rows that have a filter."""
+    by_p = (_floats(params_words, Word.TOP_P) < 1) | (_floats(params_words, Word.MIN_P) > 0)
+    top_k = params_words[:, Word.TOP_K]
+    return by_p | ((top_k > 0) & (top_k < vocab))
 
 
 def _filter(

@@ -1,4 +1,6 @@
-"""Sampling as two Triton kernels. Equal to `gapless.sampling.reference` but for rounding between two tokens.
+"""Sampling as two Triton kernels, between those that change logits (`triton_process`) and those that report
+log-probabilities (`triton_logprobs`), which steps have in which some row asks for it. Equal to
+`gapless.sampling.reference` but for rounding between two tokens.
 
 The first kernel takes a chunk of a row's vocabulary: its maximum, the id of that, the sum of its weights,
 and, where rows may have filters, the maximum of each group of 64 logits. The second takes a row: it reduces
@@ -21,12 +23,15 @@ from gapless.sampling.philox import Purpose
 from gapless.sampling.reference import MIN_TEMPERATURE
 from gapless.sampling.triton_filter import (
     GROUP,
+    LOWEST,
     count_masked,
     draw_filtered,
     invert,
     mask_stop_tokens,
     weigh,
 )
+from gapless.sampling.triton_logprobs import write_records
+from gapless.sampling.triton_process import process
 
 CHUNK = 4096
 
@@ -50,6 +55,7 @@ _SMALL = [
     "list_ptr",
     "out_ptr",
     "token_table_ptr",
+    "kept_ptr",
 ]
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -124,6 +130,7 @@ def _choose_kernel(
     list_ptr,
     out_ptr,
     token_table_ptr,
+    kept_ptr,
     max_model_len,
     vocab,
     NC: tl.constexpr,
@@ -135,6 +142,7 @@ def _choose_kernel(
     FILTER: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     STORE: tl.constexpr,
+    KEPT: tl.constexpr,  # write down what the filters kept
 ):
     s = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + s).to(tl.int64)
@@ -145,6 +153,8 @@ def _choose_kernel(
     row_ptr = params_ptr + row * _COUNT
     logits_ptr += s * logits_stride
     token = 0
+    least_key = position.to(tl.int32) * 0 + (LOWEST >> SHIFT)
+    least_weight = position.to(tl.float32) * 0.0 - 1.0
     if flag:
         chunk = tl.arange(0, NC_BLOCK)
         chunk_max = tl.load(chunk_max_ptr + s * NC + chunk, mask=chunk < NC, other=-float("inf"))
@@ -176,7 +186,8 @@ def _choose_kernel(
                         min_p = _float(row_ptr + _MIN_P)
                         filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
                         if filtered:
-                            token = draw_filtered(
+                            least_weight = min_p
+                            token, least_key = draw_filtered(
                                 logits_ptr,
                                 group_max_ptr + s * NC * GROUPS,
                                 list_ptr + s * NC * GROUPS,
@@ -208,6 +219,10 @@ def _choose_kernel(
                         x = mask_stop_tokens(x, ids, row_ptr, num_masked, MIN_TOKENS)
                         found, last = invert(weigh(x, top, temperature), ids, before, target, vocab)
                         token = tl.where(found < vocab, found, last)
+        if KEPT:
+            tl.store(kept_ptr + 3 * s, least_key)
+            tl.store(kept_ptr + 3 * s + 1, least_weight.to(tl.int32, bitcast=True))
+            tl.store(kept_ptr + 3 * s + 2, top.to(tl.int32, bitcast=True))
     tl.store(out_ptr + s, token)
     if STORE:
         stored = flag & (token >= 0) & (position >= 0) & (position < max_model_len)
@@ -233,11 +248,38 @@ def sample_and_store(
     sample_flags: torch.Tensor,
     features: Feature,
     out_tokens: torch.Tensor,
+    out_records: torch.Tensor | None = None,
+    *,
+    processed_logprobs: bool = False,
 ) -> None:
     """See `gapless.sampling.reference.sample_and_store`. Sequences that get no token cost nothing."""
     flags = sample_flags.view(torch.uint8) if sample_flags.dtype == torch.bool else sample_flags
     params = arena[layout.params_at :]
-    _launch(logits, params, positions, features, out_tokens, rows, flags, arena, layout.max_model_len)
+    x = process(logits, arena, layout, rows, positions, flags) if features & Feature.PROCESS else logits
+    records = out_records if features & Feature.LOGPROBS else None
+    kept = None
+    if records is not None and processed_logprobs:
+        kept = torch.empty((len(rows), 3), dtype=torch.int32, device=logits.device)
+    _launch(x, params, positions, features, out_tokens, rows, flags, arena, layout.max_model_len, kept)
+    if records is not None:
+        # A draw's record may be of what it was drawn from; that of a prompt's token is always of the raw logits.
+        for mask, processed in ((1, True), (2, False)) if processed_logprobs else ((3, False),):
+            of = x if processed else logits
+            write_records(
+                of,
+                arena,
+                layout,
+                rows,
+                positions,
+                flags,
+                out_tokens,
+                out_tokens if kept is None else kept,
+                records,
+                features,
+                shift=_SHIFT[of.dtype],
+                processed=processed,
+                mask=mask,
+            )
 
 
 def _launch(
@@ -250,6 +292,7 @@ def _launch(
     flags: torch.Tensor | None = None,
     token_table: torch.Tensor | None = None,
     max_model_len: int = 0,
+    kept: torch.Tensor | None = None,
 ) -> None:
     seqs, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -287,6 +330,7 @@ def _launch(
         listed if filters else ints,
         out,
         out if token_table is None else token_table,
+        out if kept is None else kept,
         max_model_len,
         vocab,
         NC=chunks,
@@ -295,5 +339,6 @@ def _launch(
         NG_BLOCK=triton.next_power_of_2(groups),
         SHIFT=_SHIFT[logits.dtype],
         **flag_of,
+        KEPT=kept is not None,
         num_warps=8 if samples else 1,
     )

@@ -19,7 +19,7 @@ GROUP = tl.constexpr(64)
 _TILE = tl.constexpr(64)  # groups that are searched at a time
 _MIN_END, _NUM_STOP = tl.constexpr(int(Word.MIN_END)), tl.constexpr(int(Word.NUM_STOP))
 _STOP_IDS, _MAX_STOP = tl.constexpr(int(Word.STOP_IDS)), tl.constexpr(MAX_STOP_TOKEN_IDS)
-_LOWEST = tl.constexpr(-0x7F800001)  # _key(-inf)
+LOWEST = tl.constexpr(-0x7F800001)  # float_key(-inf)
 _TAIL = tl.constexpr(40.0)  # exp(-40) times any vocabulary is less than 2**-24, the least that a top-p drops
 
 
@@ -58,7 +58,7 @@ def invert(weight, ids, before, target, vocab):
 
 
 @triton.jit
-def _key(x):
+def float_key(x):
     """Floats as int32 in the same order; both zeros are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -122,7 +122,7 @@ def _search_list(
         f3 = tl.zeros([_TILE], dtype=tl.float64)
         for i in range(0, num_listed, _TILE):
             _, x = _tile(logits_ptr, list_ptr, i, num_listed, vocab, row_ptr, num_masked, MIN_TOKENS)
-            key = _key(x) >> SHIFT
+            key = float_key(x) >> SHIFT
             value = weigh(x, top, temperature) if WEIGHTS else tl.where(x == x, 1.0, 0.0)
             f1 += tl.sum(tl.where(key >= (low + step // 4).to(tl.int32), value, 0.0), 1).to(tl.float64)
             f2 += tl.sum(tl.where(key >= (low + step // 2).to(tl.int32), value, 0.0), 1).to(tl.float64)
@@ -134,7 +134,7 @@ def _search_list(
 @triton.jit
 def _kept(x, top, temperature, low, min_p, SHIFT: tl.constexpr):
     weight = weigh(x, top, temperature)
-    return tl.where(((_key(x) >> SHIFT) >= low.to(tl.int32)) & (weight >= min_p), weight, 0.0)
+    return tl.where(((float_key(x) >> SHIFT) >= low.to(tl.int32)) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
@@ -180,23 +180,24 @@ def draw_filtered(
     SHIFT: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):
+    """The token, and the least key that the filters kept."""
     by_k = (top_k > 0) & (top_k < vocab)
     by_p = top_p < 1.0
     group = tl.arange(0, NG_BLOCK)
     group_max = tl.load(group_max_ptr + group, mask=group < NG, other=-float("inf"))
-    group_key = _key(group_max) >> SHIFT
-    high = (_key(top) >> SHIFT).to(tl.int64) + 1
-    lowest = high * 0 + (_LOWEST >> SHIFT)
+    group_key = float_key(group_max) >> SHIFT
+    high = (float_key(top) >> SHIFT).to(tl.int64) + 1
+    lowest = high * 0 + (LOWEST >> SHIFT)
 
     # A bound from below, met by the group maxima alone: k of them, or enough of their weight.
     if by_k:
         low = _search_groups(group_key, tl.where(group < NG, 1.0, 0.0), lowest, high, top_k.to(tl.float32))
     elif by_p:
-        low = (_key(top - _TAIL * temperature) >> SHIFT).to(tl.int64)
+        low = (float_key(top - _TAIL * temperature) >> SHIFT).to(tl.int64)
         enough = (top_p * total * 1.00001).to(tl.float32)
         low = _search_groups(group_key, weigh(group_max, top, temperature), low, high, enough)
     else:
-        low = (_key(top + (tl.log(min_p) * 1.001 - 0.001) * temperature) >> SHIFT).to(tl.int64) - 1
+        low = (float_key(top + (tl.log(min_p) * 1.001 - 0.001) * temperature) >> SHIFT).to(tl.int64) - 1
     listed = (group < NG) & (group_key >= low)
     num_listed = tl.sum(listed.to(tl.int32), 0)
     tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), 0) - 1, group, mask=listed)
@@ -276,4 +277,4 @@ def draw_filtered(
             token = tl.where(before + here > target, found, token)
             last = tl.maximum(last, positive)
         before += here
-    return tl.where(token < vocab, token, last)
+    return tl.where(token < vocab, token, last), low.to(tl.int32)

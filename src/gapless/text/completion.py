@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from gapless.errors import RequestError
 from gapless.messages import Finished
-from gapless.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from gapless.plan import I32
+from gapless.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from gapless.text.detokenizer import Detokenizer, create_detokenizer, decode_whole
+from gapless.text.logprobs import LogprobReader
 from gapless.text.stop import StopMatcher
 
 OutputMode = Literal["final", "stream", "delta"]
@@ -36,8 +38,10 @@ class Completion:
         "group",
         "id",
         "index",
+        "logprobs",
         "matcher",
         "parts",
+        "reader",
         "reason",
         "stop_reason",
         "token_ids",
@@ -53,23 +57,30 @@ class Completion:
         self.reason: str | None = None
         self.stop_reason: int | str | None = None
         stop, params = group.params.stop_strings, group.params
-        self.matcher = StopMatcher(stop, params.min_tokens) if stop else None
+        include = params.include_stop_str_in_output
+        self.matcher = StopMatcher(stop, params.min_tokens, include=include) if stop else None
+        self.reader = None if params.logprobs is None else LogprobReader(group.tokenizer, params.logprobs)
+        self.logprobs: list[dict[int, Logprob]] | None = None if self.reader is None else []
         self.detokenizer: Detokenizer | None = None
         if group.tokenizer is not None and group.needs_tokens:
             self.detokenizer = create_detokenizer(
                 group.tokenizer, group.prompt_tail, skip_special_tokens=params.skip_special_tokens
             )
 
-    def append(self, token: int, *, has_text: bool = True) -> None:
-        """Takes the next token; sets ``reason`` if it completes a stop string."""
+    def append(self, token: int, record: I32 | None = None, *, has_text: bool = True) -> None:
+        """Takes the next token and its log-probabilities; sets ``reason`` if it completes a stop string."""
         self.token_ids.append(token)
         self.count += 1
+        if self.reader is not None and self.logprobs is not None:
+            if record is None:
+                raise RuntimeError(f"token {self.count} of completion {self.id} came without its log-probabilities")
+            self.logprobs.append(self.reader.read(token, record))
         if has_text and self.detokenizer is not None:
             self._add_text(self.detokenizer.push(token), self.count)
 
     def finish(self, end: Finished) -> None:
         """Takes the engine's final word, unless a stop string comes before it."""
-        stopped = end.stop_token is not None
+        stopped = end.stop_token is not None and not self.group.params.include_stop_str_in_output
         for token in end.token_ids[self.count :].tolist():  # those that were not streamed
             self.append(token, has_text=not (stopped and self.count + 1 == len(end.token_ids)))
             if self.reason is not None:
@@ -81,8 +92,7 @@ class Completion:
             self._add_text(self.detokenizer.finish(), self.count - stopped)
             if self.reason is not None:
                 if stopped:
-                    self.token_ids.pop()
-                    self.count -= 1
+                    self._take_back()
                 return
             if self.matcher is not None:
                 self.parts.append(self.matcher.finish())
@@ -101,6 +111,12 @@ class Completion:
         elif end.stop_token in params.stop_token_ids:
             self.stop_reason = end.stop_token
 
+    def _take_back(self) -> None:
+        token = self.token_ids.pop()
+        self.count -= 1
+        if self.reader is not None and self.logprobs is not None:
+            self.reader.take_back(token, self.logprobs.pop())
+
     def _add_text(self, text: str, num_tokens: int) -> None:
         if self.matcher is not None:
             text = self.matcher.push(text, num_tokens)
@@ -112,14 +128,15 @@ class Completion:
     def output(self) -> CompletionOutput:
         """What to hand over now: everything so far, or in delta mode what is new."""
         text = "".join(self.parts)
-        ids = self.token_ids
+        ids, logprobs = self.token_ids, self.logprobs
         if self.group.mode == "delta":
-            self.parts, self.token_ids = [], []
+            self.parts, self.token_ids, self.logprobs = [], [], None if logprobs is None else []
         else:
             self.parts = [text]
             if self.reason is None:
-                ids = ids.copy()
-        return CompletionOutput(self.index, text, ids, self.reason, self.stop_reason)
+                ids, logprobs = ids.copy(), None if logprobs is None else logprobs.copy()
+        total = None if self.reader is None else self.reader.cumulative
+        return CompletionOutput(self.index, text, ids, self.reason, self.stop_reason, logprobs, total)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +170,8 @@ class RequestGroup:
     prompt_list: list[int] | None = field(default=None, init=False, repr=False)
     metrics: RequestMetrics = field(init=False, repr=False)
     silent: bool = field(default=False, init=False, repr=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, init=False, repr=False)
+    prompt_reader: LogprobReader | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in ("final", "stream", "delta"):
@@ -165,6 +184,24 @@ class RequestGroup:
                 "give the engine one, or use stop_token_ids"
             )
         self.metrics = RequestMetrics(self.arrival_time)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_reader = LogprobReader(self.tokenizer, self.params.prompt_logprobs)
+            self.prompt_logprobs = [None]
+
+    def add_prompt_record(self, position: int, record: I32) -> None:
+        """Takes the log-probabilities of a token of the prompt; they come in order."""
+        if self.prompt_reader is None or self.prompt_logprobs is None or position != len(self.prompt_logprobs):
+            raise RuntimeError(f"request {self.request_id!r}: no log-probabilities are due for position {position}")
+        self.prompt_logprobs.append(self.prompt_reader.read(int(self.prompt_token_ids[position]), record))
+
+    def take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """What an output says of the prompt: all of it, or nothing yet. In delta mode it is said once."""
+        found = self.prompt_logprobs
+        if found is None or len(found) < len(self.prompt_token_ids):
+            return None
+        if self.mode == "delta":
+            self.prompt_logprobs = None
+        return found
 
     @property
     def prompt_tail(self) -> list[int]:
@@ -175,4 +212,4 @@ class RequestGroup:
     @property
     def needs_tokens(self) -> bool:
         """What `gapless.request.Request.streaming` must be: whether each token is needed as it comes."""
-        return self.mode != "final" or bool(self.params.stop_strings)
+        return self.mode != "final" or bool(self.params.stop_strings) or self.params.logprobs is not None

@@ -11,7 +11,8 @@ Invariants:
 * A group gets outputs and then exactly one with ``finished=True``, or `RequestGroup.on_error` exactly once
   instead.
 * ``token_ids`` include the token that ended the request; ``text`` does not include that token's text. A
-  stop string ends the ids with the token that completed it, and the text where it begins.
+  stop string ends the ids with the token that completed it, and the text where it begins. With
+  ``include_stop_str_in_output`` the text keeps both. Log-probabilities are as many as ids.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from gapless.errors import EngineDeadError
-from gapless.messages import StepMessage
+from gapless.messages import PromptRecords, StepMessage
 from gapless.request import RequestOutput
 from gapless.text.completion import Completion, OutputMode, RequestGroup
 
@@ -102,14 +103,18 @@ class OutputProcessor:
         """Takes what one step brought and calls `RequestGroup.on_output` of the groups that it concerns."""
         ended = {f.id: f for f in message.finished}
         touched: dict[RequestGroup, dict[int, Completion]] = {}
-        for id, token in zip(message.ids.tolist(), message.tokens.tolist(), strict=True):
+        if message.prompts is not None:
+            self._add_prompts(message.prompts)
+        records = message.records
+        for i, (id, token) in enumerate(zip(message.ids.tolist(), message.tokens.tolist(), strict=True)):
             c = self._completions.get(id)
             if c is None:  # ended by a stop string or an error; these are its steps in flight
                 continue
             end = ended.get(id)
             last = end is not None and end.stop_token is not None and c.count + 1 == len(end.token_ids)
+            has_text = not last or c.group.params.include_stop_str_in_output
             try:
-                c.append(token, has_text=not last)
+                c.append(token, None if records is None else records[i], has_text=has_text)
             except Exception as error:
                 self._break(c.group, error, "detokenizing")
                 continue
@@ -137,6 +142,15 @@ class OutputProcessor:
         for group, completions in touched.items():
             self._emit(group, completions.values(), message.time)
 
+    def _add_prompts(self, prompts: PromptRecords) -> None:
+        for id, position, record in zip(prompts.ids.tolist(), prompts.positions.tolist(), prompts.records, strict=True):
+            c = self._completions.get(id)
+            if c is not None:
+                try:
+                    c.group.add_prompt_record(position, record)
+                except Exception as error:
+                    self._break(c.group, error, "reading log-probabilities")
+
     def _close(self, c: Completion) -> None:
         with self._lock:
             if self._completions.pop(c.id, None) is not None:
@@ -159,7 +173,13 @@ class OutputProcessor:
         chosen = changed if group.mode == "delta" and not group.silent else group.completions
         outputs = [c.output() for c in chosen]
         output = RequestOutput(
-            group.request_id, group.prompt, group.prompt_list, outputs, left == 0, group.metrics
+            group.request_id,
+            group.prompt,
+            group.prompt_list,
+            outputs,
+            left == 0,
+            group.metrics,
+            group.take_prompt_logprobs(),
         )
         if left == 0:
             group.completions = []  # they refer back to the group
@@ -202,5 +222,9 @@ def accumulate(total: RequestOutput, delta: RequestOutput) -> None:
         old.text += new.text
         old.token_ids.extend(new.token_ids)
         old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+        if new.logprobs is not None:
+            old.logprobs = [*(old.logprobs or ()), *new.logprobs]
+        old.cumulative_logprob = new.cumulative_logprob
     total.outputs.sort(key=lambda c: c.index)
+    total.prompt_logprobs = total.prompt_logprobs or delta.prompt_logprobs
     total.finished, total.metrics = delta.finished, delta.metrics

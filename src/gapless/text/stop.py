@@ -76,15 +76,17 @@ class StopMatcher:
     Args:
         strings: none of them empty, at least one.
         min_tokens: number, from 1, of the first token that may complete a match.
+        include: the text keeps the match.
     """
 
-    __slots__ = ("_automaton", "_held", "_min_tokens", "_node", "matched", "matched_at")
+    __slots__ = ("_automaton", "_held", "_include", "_min_tokens", "_node", "matched", "matched_at")
 
-    def __init__(self, strings: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, strings: Sequence[str], min_tokens: int = 0, *, include: bool = False) -> None:
         if not strings or not all(strings):
             raise ValueError(f"stop strings {list(strings)!r}: at least one is needed and none may be empty")
         self._automaton = _automaton(tuple(strings))
         self._min_tokens = min_tokens
+        self._include = include
         self._node = 0
         self._held = ""
         self.matched: str | None = None
@@ -94,8 +96,8 @@ class StopMatcher:
     def push(self, text: str, num_tokens: int) -> str:
         """Takes the text of token number ``num_tokens`` and returns what may be sent.
 
-        After a match, ``matched`` is set, the returned text ends where the match begins, and no later text is
-        returned.
+        After a match, ``matched`` is set, the returned text ends where the match begins (or with it, if it is
+        included), and no later text is returned.
         """
         if self.matched is not None or not text:
             return ""
@@ -109,7 +111,7 @@ class StopMatcher:
                 self.matched, self.matched_at = found, num_tokens
                 text = self._held + text[:end]
                 self._held = ""
-                return text[: len(text) - len(found)]
+                return text if self._include else text[: len(text) - len(found)]
         self._node = node
         text = self._held + text
         cut = len(text) - automaton.held[node]

@@ -27,6 +27,7 @@ from gapless.trace.recording import KERNEL, Recording, Spans
 from gapless.trace.steps import Steps
 
 THRESHOLD_US = 5.0
+PHASES = ("idle", "receive", "schedule", "launch", "fill", "wait", "commit", "publish")
 LARGEST = 10
 
 
@@ -227,7 +228,7 @@ def _phases(recording: Recording, steps: Steps) -> dict[str, float]:
             if row >= 0:
                 phase = own[int(mine.name[row])]
                 total[phase] = total.get(phase, 0.0) + (b - a) / 1e3 / steps.periods
-    return total
+    return dict(sorted(total.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES)))
 
 
 def _largest(found: Attribution, start: float) -> list[dict[str, Any]]:

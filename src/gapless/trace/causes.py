@@ -16,19 +16,19 @@ a blocking call as the device ran dry, all of the gap follows from that call (``
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from gapless.trace.intervals import Nested
+from gapless.trace.intervals import I64, Intervals, Nested
 from gapless.trace.recording import COPY, KERNEL, Recording, Spans
 
 NODES, COPYING, SYNC, HOST, NO_WORK, LATENCY, UNKNOWN = CAUSES = (
     "between nodes", "copy", "sync", "host", "nothing to do", "launch latency", "unknown",
 )  # fmt: skip
-SYNC_CALL = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Event|Ctx)Synchronize")
+SYNC_CALL = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Event|Ctx)Synchronize|synchronize$")
 BLOCKING_CALL = re.compile(
     SYNC_CALL.pattern + r"|(cuda|hip)(Memcpy|Memset|Malloc|Free|HostAlloc|FreeHost|MallocHost)(_v\d+)?$"
 )
@@ -183,14 +183,15 @@ def attribute(recording: Recording, window: tuple[float, float], threshold: floa
         by_detail[COPYING, recording.names[name]] = mine.minus(kernels).total
     gaps: list[Gap] = []
     host = Host(recording)
-    neighbours = _neighbours(work)
-    for a, b in busy.gaps(start, end).pairs():
-        before, after = neighbours(a, b)
-        same_graph = before >= 0 and after >= 0 and work.link[before] == work.link[after] >= 0
-        if b - a < threshold or same_graph:
-            by_cause[NODES] += b - a
-            continue
-        gap = _explain(recording, host, work, a, b, after)
+    idle = busy.gaps(start, end)
+    before, after = _neighbours(work, idle)
+    both = (before >= 0) & (after >= 0)
+    same_graph = both & (work.link[before] == work.link[after]) & (work.link[after] >= 0)
+    short = same_graph | (idle.end - idle.start < threshold)
+    by_cause[NODES] = float(np.sum((idle.end - idle.start)[short]))
+    for row in np.flatnonzero(~short).tolist():
+        a, b = float(idle.start[row]), float(idle.end[row])
+        gap = _explain(recording, host, work, a, b, int(after[row]))
         gaps.append(gap)
         if gap.opened_by:
             by_opener[gap.opened_by] = by_opener.get(gap.opened_by, 0.0) + b - a
@@ -201,17 +202,13 @@ def attribute(recording: Recording, window: tuple[float, float], threshold: floa
     return Attribution(by_cause, by_detail, by_opener, gaps)
 
 
-def _neighbours(work: Spans) -> Callable[[float, float], tuple[int, int]]:
-    """For a gap: the rows of the work that ended as it began, and that began as it ended; -1 for none."""
+def _neighbours(work: Spans, gaps: Intervals) -> tuple[I64, I64]:
+    """For each gap, the rows of the work that ended as it began, and that began as it ended; -1 for none."""
     by_end = np.argsort(work.end, kind="stable")
-    ends = work.end[by_end]
-
-    def find(a: float, b: float) -> tuple[int, int]:
-        i = int(np.searchsorted(ends, a, side="right")) - 1
-        j = int(np.searchsorted(work.start, b, side="left"))
-        return (int(by_end[i]) if i >= 0 else -1, j if j < len(work.start) else -1)
-
-    return find
+    i = np.searchsorted(work.end[by_end], gaps.start, side="right") - 1
+    j = np.searchsorted(work.start, gaps.end, side="left")
+    before = np.where(i >= 0, by_end[np.maximum(i, 0)], -1)
+    return before, np.where(j < len(work), j, -1)
 
 
 def _explain(recording: Recording, host: Host, work: Spans, a: float, b: float, after: int) -> Gap:

@@ -89,5 +89,10 @@ def _causes(r: Report) -> Iterator[str]:
     if r.largest_gaps:
         yield "largest gaps:"
         for gap in r.largest_gaps[:5]:
-            parts = ", ".join(f"{p['cause']} {p['detail']} {p['ms']:.3f}".replace("  ", " ") for p in gap["pieces"][:4])
+            by_name: dict[str, float] = {}
+            for piece in gap["pieces"]:
+                name = f"{piece['cause']} {piece['detail']}".strip()
+                by_name[name] = by_name.get(name, 0.0) + piece["ms"]
+            longest = sorted(by_name.items(), key=lambda item: -item[1])[:3]
+            parts = ", ".join(f"{name} {ms:.3f}" for name, ms in longest)
             yield f"  {gap['ms']:8.3f} ms at {gap['at_ms']:.3f} ms: {parts}"

@@ -7,6 +7,7 @@ pause. Without either a profile has no steps, and figures are of its whole span.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +65,11 @@ def find_steps(
         raise TraceError("the trace holds no work of a GPU: no kernel, no copy. Was it recorded on the CPU only?")
     if count is not None:
         return _whole(recording, f"{count} steps, as given", count)
-    own = annotation is None and launches_per_step is None and OWN_ANNOTATION in recording.names
-    if annotation is not None or own:
-        return _by_annotation(recording, annotation or OWN_ANNOTATION)
+    if annotation is not None:
+        return _by_annotation(recording, annotation)
+    if launches_per_step is None and OWN_ANNOTATION in recording.names:
+        with contextlib.suppress(TraceError):  # the profile may not tie the launches to the ranges
+            return _by_annotation(recording, OWN_ANNOTATION)
     return _by_launches(recording, launches_per_step)
 
 

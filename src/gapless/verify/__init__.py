@@ -1,0 +1,1 @@
+"""What shows that no legal order of the streams changes a token: races, exploration, and planning by simulation."""
