@@ -15,12 +15,12 @@ LAYERS = [
     {"checks", "config", "errors", "request", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"row_words", "rows", "prefix", "steady", "scheduler"},
+    {"draft", "row_words", "rows", "prefix", "steady", "scheduler"},
     {"model", "attention", "sampling"},
     {"pipeline"},
     {"engine", "build"},
     {"client", "llm", "async_llm", "text", "cli"},
-    {"bench", "trace", "server"},
+    {"bench", "trace", "server", "verify"},
 ]
 """From the bottom up. A module or package that is not here fails the test: give it its place."""
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from engines import check_idle, options, tokenizer
+from engines import check_idle, model, options, tokenizer
 from gapless import LLM, AsyncLLM, Logprob, RequestError, RequestOutputKind, SamplingParams
 from gapless.cli.options import given
 from gapless.errors import ConfigError
@@ -47,6 +49,7 @@ PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
         ({"bad_words": [3]}, ["bad_words=3"]),
         ({"logprobs": 21}, ["logprobs=21", "0 to 20"]),
         ({"logprobs": -1}, ["logprobs=-1"]),
+        ({"prompt_logprobs": 21}, ["prompt_logprobs=21", "0 to 20"]),
         ({"include_stop_str_in_output": 1}, ["include_stop_str_in_output=1"]),
         ({"output_kind": "all"}, ["output_kind='all'", "cumulative, delta, final"]),
     ],
@@ -197,6 +200,44 @@ def test_output_kind(kind: RequestOutputKind, llm: LLM) -> None:
         assert len(outputs) == 1
 
 
+def test_prompt_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    """A prompt that is longer than a step's budget and than its sequences, after an equal one has filled the cache."""
+    ids = [3 + (7 * i) % 90 for i in range(70)]
+    prompt = {"prompt_token_ids": ids}
+    plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    params = replace(plain, prompt_logprobs=3, n=2)
+    before, output, short = llm.generate([prompt, prompt, PROMPT], [plain, params, params], use_tqdm=False)
+    assert before.prompt_logprobs is None
+    assert [c.token_ids for c in output.outputs] == [before.outputs[0].token_ids] * 2
+    assert short.prompt_logprobs is not None
+    assert len(short.prompt_logprobs) == 4
+    found = output.prompt_logprobs
+    assert found is not None
+    assert (len(found), found[0]) == (70, None)
+    with torch.no_grad():
+        expected = model()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for i, entry in enumerate(found[1:], 1):
+        assert entry is not None
+        top = expected[i - 1].topk(3)
+        assert next(iter(entry)) == ids[i]
+        assert {t for t, e in entry.items() if e.rank is not None and e.rank <= 3} == set(top.indices.tolist())
+        for token, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(expected[i - 1, token]), abs=1e-3)
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_prompt_logprobs_are_told_when_complete(kind: RequestOutputKind) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0, output_kind=kind)
+
+    async def collect() -> list[Any]:
+        async with AsyncLLM(**options()) as engine:
+            return [output.prompt_logprobs async for output in engine.generate(PROMPT, params)]
+
+    found = asyncio.run(collect())
+    assert [len(f) for f in found if f is not None] == [4] * (1 if kind is RequestOutputKind.DELTA else len(found))
+
+
 @pytest.mark.parametrize("mode", ["delta", "stream", "final"])
 def test_include_stop_string(mode: str) -> None:
     client = Client(mode=mode, stop=["cd"], include_stop_str_in_output=True)
@@ -235,8 +276,6 @@ def record(token: int, logprob: float) -> Any:
 @pytest.mark.parametrize("mode", ["delta", "stream", "final"])
 def test_logprobs_are_as_many_as_ids(mode: str) -> None:
     """Tokens in flight behind a stop string leave no log-probability."""
-    from dataclasses import replace
-
     client = Client(mode=mode, stop=["c"], logprobs=1)
     side = Side(client)
     for i, token in enumerate(letters("abcd")):

@@ -21,6 +21,7 @@ from test_sampling_process import (
     Case,
     brute,
     check_records,
+    expected_record,
     expected_records,
     logprob_case,
     random_case,
@@ -112,6 +113,36 @@ def test_fewer_features(features: Feature, processed: bool) -> None:
     assert results[0][0] == results[1][0]
     ids = slice(Record.RANK, Record.IDS)
     assert torch.equal(results[0][1][:, ids], results[1][1][:, ids])
+
+
+@runs_kernels
+@pytest.mark.parametrize("processed", [False, True])
+def test_scores_of_given_tokens(processed: bool) -> None:
+    """Flag 2: the record of the token in the table, of the raw logits, whatever the row's parameters."""
+    from gapless.sampling.triton import sample_and_store
+
+    logits = random_logits(np.random.default_rng(7), 3, 64)
+    case = Case(64)
+    for _ in range(3):
+        case.add([1, 2, 3, 4], [], logprobs=2, allowed_token_ids=[5], temperature=1.0)
+        case.requests[-1].prompt_logprobs = 4
+    results = []
+    for store, device in ((reference.sample_and_store, "cpu"), (sample_and_store, DEVICE)):
+        arena, layout, rows, _, _ = (t.to(device) if isinstance(t, torch.Tensor) else t for t in case.inputs())
+        positions, flags = (torch.tensor(v, device=device) for v in ([1, 3, 4], [2, 2, 1]))
+        rows[0] = rows[1]  # two tokens of one row
+        out = torch.full((3,), 9, dtype=torch.int32, device=device)
+        records = torch.full((3, Record.COUNT), 77, dtype=torch.int32, device=device)
+        inputs = (arena, layout, rows, positions, flags.int(), EVERYTHING, out, records)
+        store(logits.to(device), *inputs, processed_logprobs=processed)
+        assert out.tolist() == [0, 0, 5]
+        assert arena[int(rows[1]) * 40 :][:4].tolist() == [1, 2, 3, 4]
+        results.append(records.cpu())
+    wide = logits.double().numpy()
+    drawn = np.where(np.arange(64) == 5, wide[2], -np.inf) if processed else wide[2]
+    expected = [expected_record(wide[0], 2, 4), expected_record(wide[1], 4, 4), expected_record(drawn, 5, 2)]
+    for records in results:
+        check_records(records, expected)
 
 
 @runs_kernels

@@ -116,7 +116,7 @@ def test_store_equals_reference() -> None:
     arena = torch.from_numpy(rng.integers(0, 50, layout.num_words).astype(np.int32))
     logits, params_rows = random_batch(6, 150, 8)
     logits[3, 7] = float("nan")
-    words = arena[layout.params_at :].view(-1, int(Word.COUNT))
+    words = arena[layout.params_at : layout.bias_at].view(-1, int(Word.COUNT))
     rows = torch.from_numpy(rng.permutation(9)[:8].astype(np.int32))
     rows[7] = layout.null_row
     words[rows.long()] = params(params_rows)[0]

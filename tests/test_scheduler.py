@@ -67,9 +67,9 @@ def test_a_preempted_row_resumes_before_its_tokens_are_known() -> None:
 
 
 def _draft():  # type: ignore[no-untyped-def]
-    from gapless.scheduler import _Draft
+    from gapless.draft import Draft
 
-    return _Draft(64, 1000)
+    return Draft(64, 1000)
 
 
 def test_decodes_come_first_and_prompts_fill_the_budget_in_chunks() -> None:

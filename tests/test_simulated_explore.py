@@ -19,6 +19,7 @@ from gapless.verify.explore import Failure, explore_races, explore_states
 from gapless.verify.races import RaceDetector
 from simulated_runs import Workload, agrees, outcome_key, random_workload, run_on, runs
 from small_workloads import BY_NAME, WORKLOADS
+from verification_tables import in_document
 
 SEEDS = int(os.environ.get("GAPLESS_SEEDS", "1000"))
 FIRST_SEED = int(os.environ.get("GAPLESS_FIRST_SEED", "0"))
@@ -125,6 +126,10 @@ def test_every_interleaving_gives_the_tokens_of_depth_1(name: str, depth: int) -
     assert found.complete
     assert classes.complete
     (outcome,) = found.outcomes
+    if depth > 1:
+        cells = f"| {found.interleavings:,} | {found.states} | {found.transitions} | {found.executions} | 1 | 0 | 1 |"
+        rows = [r for r in in_document("interleavings") if r.startswith(f"| {name} | {depth} |") and r.endswith(cells)]
+        assert rows, f"{cells} is not in the document: run tests/verification_tables.py --write"
     assert set(classes.outcomes) == {outcome}
     assert (found.races, classes.races, classes.interleavings) == ([], [], 1)
     assert depth == 1 or found.interleavings >= 100

@@ -206,8 +206,13 @@ class EngineClient:
     # ---- output side ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            self._outputs.process(message)
+        try:
+            while (message := self._messages.get()) is not None:
+                self._outputs.process(message)
+        except BaseException as error:  # nobody may wait for a thread that is gone
+            logger.exception("the output thread ended")
+            self._outputs.fail(error)
+            self._engine.fail(error)
 
     def _on_stop(self, request_id: int) -> None:
         self._engine.finish(request_id, FinishReason.ABORT)
@@ -239,5 +244,7 @@ class EngineClient:
         self._engine.close()
         self._messages.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(JOIN_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
         self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))

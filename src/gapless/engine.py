@@ -252,6 +252,15 @@ class Engine:
         with contextlib.suppress(EngineDeadError, EngineClosedError):
             self._put(lambda: self.scheduler.finish(request_id, reason))
 
+    def fail(self, error: BaseException) -> None:
+        """End the loop as if it had met ``error`` itself; ignored when it has ended already."""
+
+        def die() -> None:
+            raise error
+
+        with contextlib.suppress(EngineDeadError, EngineClosedError):
+            self._put(die)
+
     def call(self, action: Callable[[], T]) -> T:
         """Run ``action`` on the loop's thread between two steps and return what it returns."""
         done: Future[T] = Future()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +93,7 @@ capture per width and slot, so that the rarer features come with everything that
 not ask for them skip their work."""
 
 
+@lru_cache(maxsize=64)
 def covering(features: Feature) -> Feature:
     """The cheapest of `COMBINATIONS` that can do what ``features`` name."""
     return next(c for c in COMBINATIONS if c & features == features)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from gapless.config import EngineConfig
+from gapless.draft import Draft, places
 from gapless.errors import RequestError
 from gapless.kv.pool import BlockPool
 from gapless.messages import Finished, PromptRecords, StepMessage
@@ -47,13 +48,6 @@ def max_updates(config: EngineConfig, layout: RowLayout) -> int:
     return max(config.max_num_batched_tokens, 1024) + 2 * config.max_num_seqs + 4 * layout.request_words
 
 
-def _places(rows: I32) -> I32:
-    """How many of the entries just before each are equal to it."""
-    first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-    counts = np.diff(np.append(first, len(rows)))
-    return (np.arange(len(rows)) - np.repeat(first, counts)).astype(np.int32)
-
-
 @dataclass(slots=True)
 class SchedulerStats:
     """Counters since the start, but for the last three, which are of now."""
@@ -69,29 +63,6 @@ class SchedulerStats:
     running: int = 0
     waiting: int = 0
     blocks_used: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is put together."""
-
-    budget: int
-    updates_left: int
-    seqs_left: int  # beside one for each running row
-    full: bool = False  # a request waits for room among the updates of a later step
-    scored: list[int] = field(default_factory=list)  # rows that score their prompt, one token a sequence
-    rows: list[I32] = field(default_factory=list)
-    lens: list[I32] = field(default_factory=list)
-    updates: list[I32] = field(default_factory=list)
-
-    def add(self, row: int, length: int) -> None:
-        self.rows.append(np.array([row], np.int32))
-        self.lens.append(np.array([length], np.int32))
-        self.budget -= length
-
-    def update(self, changes: I32) -> None:
-        self.updates.append(changes)
-        self.updates_left -= len(changes)
 
 
 class Scheduler:
@@ -174,7 +145,7 @@ class Scheduler:
             return plan
         if not self.has_requests:
             return None
-        draft = _Draft(self._budget, self._max_updates, self.layout.max_num_seqs - len(self._running))
+        draft = Draft(self._budget, self._max_updates, self.layout.max_num_seqs - len(self._running))
         preempted_before = self.stats.preemptions
         self._plan_decodes(draft)
         self._plan_running_prompts(draft)
@@ -213,7 +184,7 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.tokens_computed += plan.num_tokens
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: Draft) -> None:
         r, running = self.rows, self._running
         ready = running[(r.total[running] - r.computed[running] == 1) & (r.total[running] < r.limit[running])]
         needy = ready[r.computed[ready] >= r.num_blocks[ready] * self._block_size]
@@ -228,7 +199,7 @@ class Scheduler:
             draft.lens.append(np.ones(len(ready), np.int32))
             draft.budget -= len(ready)
 
-    def _plan_running_prompts(self, draft: _Draft) -> None:
+    def _plan_running_prompts(self, draft: Draft) -> None:
         r, running = self.rows, self._running
         for row in running[r.total[running] - r.computed[running] > 1].tolist():
             if draft.budget <= 0:
@@ -238,7 +209,7 @@ class Scheduler:
                 if self._grow(row, length, draft):
                     self._plan_chunk(row, length, draft)
 
-    def _chunk(self, row: int, start: int, draft: _Draft) -> int:
+    def _chunk(self, row: int, start: int, draft: Draft) -> int:
         """Tokens of the row's next chunk, from position ``start``.
 
         A prompt whose tokens are scored goes as sequences of one token, since only the end of a sequence has logits:
@@ -253,21 +224,17 @@ class Scheduler:
             return min(length, scored - start)
         return min(length, to_score - start, 1 + draft.seqs_left)
 
-    def _plan_chunk(self, row: int, length: int, draft: _Draft) -> None:
+    def _plan_chunk(self, row: int, length: int, draft: Draft) -> None:
         r = self.rows
         start = int(r.computed[row])
         if r.scored[row] <= start < r.to_score[row]:
-            draft.rows.append(np.full(length, row, np.int32))
-            draft.lens.append(np.ones(length, np.int32))
-            draft.budget -= length
-            draft.seqs_left -= length - 1
-            draft.scored.append(row)
+            draft.score(row, length)
             draft.update(r.token_updates(row, start + length, start + length + 1))  # no chunk has brought it yet
         else:
             draft.add(row, length)
         self._prefixes.publish(row, int(self.rows.computed[row]) + length)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Resume preempted rows, then start waiting requests, oldest first; stop at the first that does not fit."""
         r = self.rows
         # A preempted row whose last token is in flight already needs no more steps; commit ends it.
@@ -298,7 +265,7 @@ class Scheduler:
             else:
                 return
 
-    def _start(self, row: int, draft: _Draft) -> bool:
+    def _start(self, row: int, draft: Draft) -> bool:
         """Plan a row's first chunk, after what the prefix cache holds of it. False: no room, and nothing changed.
 
         Where the sampler reads the prompt, the tokens of the hit are written to the row with the updates (no chunk
@@ -339,7 +306,7 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _grow(self, row: int, length: int, draft: _Draft, *, preempt: bool = True) -> bool:
+    def _grow(self, row: int, length: int, draft: Draft, *, preempt: bool = True) -> bool:
         """Give ``row`` the blocks for ``length`` more positions, preempting newer rows. False if it lost its own."""
         r = self.rows
         missing = self._blocks_for(int(r.computed[row]) + length) - int(r.num_blocks[row])
@@ -359,7 +326,7 @@ class Scheduler:
             r.blocks_sent[row] = r.num_blocks[row]
         return True
 
-    def _preempt(self, row: int, draft: _Draft) -> None:
+    def _preempt(self, row: int, draft: Draft) -> None:
         """Take all blocks of ``row``; it is computed again later, from the tokens in its row on the device."""
         r = self.rows
         self._prefixes.publish_generated([row])
@@ -370,14 +337,9 @@ class Scheduler:
         self._running = self._running[self._running != row]
         self._preempted[row] = None
         self._preempted.move_to_end(row, last=False)
-        draft.scored = [other for other in draft.scored if other != row]
-        for i, rows in enumerate(draft.rows):  # it may have a place in this very step already
-            if row in rows:
-                keep = rows != row
-                draft.budget += int(draft.lens[i][~keep].sum())
-                draft.rows[i], draft.lens[i] = rows[keep], draft.lens[i][keep]
+        draft.drop(row)  # it may have a place in this very step already
 
-    def _finish_plan(self, draft: _Draft) -> StepPlan | None:
+    def _finish_plan(self, draft: Draft) -> StepPlan | None:
         r = self.rows
         rows, lens = np.concatenate(draft.rows), np.concatenate(draft.lens)
         if not len(rows):
@@ -388,7 +350,7 @@ class Scheduler:
         starts = r.computed[rows]
         scores = np.isin(rows, draft.scored) if draft.scored else None
         if scores is not None:  # the sequences of one row lie side by side
-            starts = starts + _places(rows)
+            starts = starts + places(rows)
         ends = starts + lens
         samples = ends == r.total[rows]
         if len(rows) == lens.sum():

@@ -38,13 +38,14 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The source's commit, with ``+`` if files differ from it; ``unknown`` outside of a repository."""
+    """The source's commit, with ``+`` if files differ from it. Outside of a repository ``$GAPLESS_COMMIT``, or
+    ``unknown``."""
     here = Path(__file__).parent
     try:
         command = ["git", "-C", str(here), "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("GAPLESS_COMMIT", "unknown")
     return done.stdout.strip() or "unknown"
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
     "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
+    "simulate": ("gapless.verify.command", "predict GPU idle time and throughput at each depth, without a GPU"),
 }
 """Name: (module, one line of help)."""
 

@@ -52,7 +52,10 @@ class CpuStream:
         while (work := self._queue.get()) is not None:
             if self._delays is not None:
                 time.sleep(self._delays.random() * self._max_delay)
-            work()
+            try:
+                work()
+            except BaseException as error:  # not of the work, which is guarded: a worker that ends would hang the host
+                self._device.fail(error)
             del work  # or the last closure would keep its tensors alive while the thread sleeps
 
 
@@ -179,6 +182,10 @@ class CpuDevice:
         for stream in self._streams:
             stream.thread.join()
         self._buffers.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Every later wait raises ``error``, unless there was one before it."""
+        self._error = self._error or error
 
     def raise_error(self) -> None:
         """Raise the first failure of any stream, if there was one."""
