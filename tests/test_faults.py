@@ -56,8 +56,8 @@ def raising(error: BaseException, after: int = 3) -> Callable[[Callable[..., Any
     return wrap
 
 
-def break_attribute(owner: Any, name: str, error: BaseException) -> None:
-    setattr(owner, name, raising(error)(getattr(owner, name)))
+def break_attribute(owner: Any, name: str, error: BaseException, after: int = 3) -> None:
+    setattr(owner, name, raising(error, after)(getattr(owner, name)))
 
 
 def kill_a_stream(llm: LLM, name: str) -> None:
@@ -87,8 +87,8 @@ PHASES: dict[str, Callable[[LLM], None]] = {
     "wait": lambda llm: break_attribute(llm._client._built.runner, "wait", Boom("x")),
     "commit": lambda llm: break_attribute(llm._client._scheduler, "commit", Boom("x")),
     "message": lambda llm: break_attribute(llm._client._scheduler, "message", Boom("x")),
-    "publish": lambda llm: break_attribute(llm._client._engine, "_publish_to", Boom("x")),
-    "the output side as a whole": lambda llm: break_attribute(llm._client._outputs, "process", Boom("x")),
+    "publish": lambda llm: break_attribute(llm._client._engine, "_publish_to", Boom("x"), 0),
+    "the output side as a whole": lambda llm: break_attribute(llm._client._outputs, "process", Boom("x"), 0),
     "a dead h2d worker": lambda llm: kill_a_stream(llm, "h2d"),
     "a dead compute worker": lambda llm: kill_a_stream(llm, "compute"),
     "a dead d2h worker": lambda llm: kill_a_stream(llm, "d2h"),
@@ -251,14 +251,20 @@ def test_close_does_not_wait_for_a_callback_that_never_returns() -> None:
     release.set()
 
 
+class _Broken:
+    """A detokenizer that fails."""
+
+    def push(self, token: int) -> str:
+        raise Boom("detokenizer")
+
+
 def test_a_detokenizer_that_raises_ends_its_request_only() -> None:
     with LLM(**options()) as llm:
         truth = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, LONG, use_tqdm=False)]
         guilty, *others = (Collected(llm, prompt) for prompt in PROMPTS)
         group = next(g for g in llm._client._outputs._open if g.prompt_token_ids.tolist() == PROMPTS[0]["prompt_token_ids"])
         completion = group.completions[0]
-        assert completion.detokenizer is not None
-        completion.detokenizer.push = raising(Boom("detokenizer"))(completion.detokenizer.push)
+        completion.detokenizer = _Broken()  # type: ignore[assignment]
         for one in (guilty, *others):
             assert one.end.wait(SECONDS)
         assert [type(e) for e in guilty.errors] == [Boom]

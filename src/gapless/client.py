@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -29,6 +30,10 @@ from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
 from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
 from gapless.text.vocabulary import bad_word_ids, check_vocabulary
 
+logger = logging.getLogger("gapless")
+
+JOIN_SECONDS = 1.0
+"""How long `EngineClient.close` waits for one message of the output thread, which runs callbacks."""
 _SEED_MASK = 2**64 - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: far from any small seed
 
@@ -244,7 +249,10 @@ class EngineClient:
         self._engine.close()
         self._messages.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_SECONDS)
+            left = -1
+            while self._thread.is_alive() and self._messages.qsize() != left:  # it still makes progress
+                left = self._messages.qsize()
+                self._thread.join(JOIN_SECONDS)
             if self._thread.is_alive():
                 logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
         self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))

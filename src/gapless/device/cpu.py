@@ -24,6 +24,7 @@ import torch
 
 from gapless.device.base import NOTHING, Access, CopyCounts, DeviceError, Event, Stream, UndeclaredAccessError
 
+POLL_SECONDS = 0.2
 POISON = (0xFF, 0x7E)  # as fp32: NaN and 8.5e37; as int32: -1 and a huge index
 
 
@@ -88,14 +89,14 @@ class CpuEvent:
 
     def wait(self, stream: Stream) -> None:
         if (record := self._latest) is not None:  # bound now: a later record does not move this wait
-            cast(CpuStream, stream).put(lambda: cast(None, record.done.wait()))
+            cast(CpuStream, stream).put(lambda: self._device.wait_for(record))
 
     def query(self) -> bool:
         return self._latest is None or self._latest.done.is_set()
 
     def synchronize(self) -> None:
         if self._latest is not None:
-            self._latest.done.wait()
+            self._device.wait_for(self._latest)
         self._device.raise_error()
 
     def elapsed_ms(self, later: Event) -> float:
@@ -186,6 +187,11 @@ class CpuDevice:
     def fail(self, error: BaseException) -> None:
         """Every later wait raises ``error``, unless there was one before it."""
         self._error = self._error or error
+
+    def wait_for(self, record: _Record) -> None:
+        """Until it is reached, or will never be because its stream has failed."""
+        while not record.done.wait(POLL_SECONDS) and self._error is None:
+            pass
 
     def raise_error(self) -> None:
         """Raise the first failure of any stream, if there was one."""
