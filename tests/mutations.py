@@ -5,8 +5,8 @@ engine changes. `test_mutations.py` says how each is caught.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import contextlib
 import importlib
 import inspect
@@ -96,17 +96,27 @@ def _one(where: str, function: str, old: str, new: str) -> tuple[Edit, ...]:
 
 
 DEPTH_LOOP = "range(depth)])"
+H2D_RECORD, D2H_RECORD = "slot.h2d_done.record(device.h2d)", "slot.d2h_done.record(device.d2h)"
+SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self._arena = "
 
 FAULTS = [
     # ---- events
-    Fault("compute does not wait for h2d_done", "events", _one(RUNNER, "launch", "slot.h2d_done.wait(device.compute)", "pass")),
-    Fault("d2h does not wait for compute_done", "events", _one(RUNNER, "launch", "slot.compute_done.wait(device.d2h)", "pass")),
+    Fault(
+        "compute does not wait for h2d_done",
+        "events",
+        _one(RUNNER, "launch", "slot.h2d_done.wait(device.compute)", "pass"),
+    ),
+    Fault(
+        "d2h does not wait for compute_done",
+        "events",
+        _one(RUNNER, "launch", "slot.compute_done.wait(device.d2h)", "pass"),
+    ),
     Fault("the host does not wait for d2h_done", "7", _one(RUNNER, "wait", "slot.d2h_done.synchronize()", "pass")),
     Fault(
         "h2d_done is recorded before the copy",
         "events",
         (
-            Edit(RUNNER, "launch", "    device.copy_h2d(", "    slot.h2d_done.record(device.h2d)\n    device.copy_h2d("),
+            Edit(RUNNER, "launch", "    device.copy_h2d(", f"    {H2D_RECORD}\n    device.copy_h2d("),
             Edit(RUNNER, "launch", "    slot.h2d_done.record(device.h2d)\n\n", "\n"),
         ),
     ),
@@ -127,7 +137,7 @@ FAULTS = [
         "d2h_done is recorded before the copy",
         "events",
         (
-            Edit(RUNNER, "launch", "    device.copy_d2h(", "    slot.d2h_done.record(device.d2h)\n    device.copy_d2h("),
+            Edit(RUNNER, "launch", "    device.copy_d2h(", f"    {D2H_RECORD}\n    device.copy_d2h("),
             Edit(RUNNER, "launch", "    slot.d2h_done.record(device.d2h)\n    return", "    return"),
         ),
     ),
@@ -142,7 +152,7 @@ FAULTS = [
     Fault(
         "the host waits for the newest step, not the oldest",
         "7",
-        _one(RUNNER, "wait", "slot.d2h_done.synchronize()", "self._ring.slots[self._ring._next - 1].d2h_done.synchronize()"),
+        _one(RUNNER, "wait", "slot.d2h_done.sync", "self._ring.slots[self._ring._next - 1].d2h_done.sync"),
         harmless="d2h is one FIFO stream: the newest step's copy ends after all older ones. Only the overlap is lost.",
     ),
     # ---- slots
@@ -167,12 +177,12 @@ FAULTS = [
     Fault(
         "all slots share one device twin",
         "2",
-        _one(RUNNER, "__init__", "    self._arena = ", "    for s in self._ring.slots:\n        s.device = self._ring.slots[0].device\n    self._arena = "),
+        _one(RUNNER, "__init__", "    self._arena = ", SHARE.format("device")),
     ),
     Fault(
         "the output lies in the shared graph pool",
         "9",
-        _one(RUNNER, "__init__", "    self._arena = ", "    for s in self._ring.slots:\n        s.out = self._ring.slots[0].out\n    self._arena = "),
+        _one(RUNNER, "__init__", "    self._arena = ", SHARE.format("out")),
     ),
     Fault("a view of pinned output is handed out", "2", _one(SLOT, "read", ".copy()", "")),
     # ---- persistent state
@@ -185,7 +195,8 @@ FAULTS = [
             "    to = int(plan.rows[0]) * self.layout.max_model_len + int(plan.starts[0])\n"
             "    n = min(n, int(plan.query_lens[0]), int((~plan.carry).sum()))\n"
             "    words = self._arena.words[to : to + n]\n"
-            '    device.copy_h2d(words, slot.host[layout.input_ids : layout.input_ids + n], "h2d table") if n else None\n'
+            "    ids = slot.host[layout.input_ids : layout.input_ids + n]\n"
+            '    device.copy_h2d(words, ids, "h2d table") if n else None\n'
             "    slot.h2d_done.record(device.h2d)\n",
         ),
     ),
@@ -198,13 +209,14 @@ FAULTS = [
         "padding sequences name row 0, not the null row",
         "9",
         _one(RUNNER, "launch", "slot.fill(plan, layout, self.layout.null_row)", "slot.fill(plan, layout, 0)"),
-        harmless="a padding sequence has no tokens, length 0 and no sample flag: nothing is read or written through its row.",
+        harmless="a padding sequence has no tokens, length 0 and no sample flag: its row is neither read nor written.",
     ),
     Fault(
         "the sampler stores a token for sequences that draw none",
         "8",
         _one(SAMPLE, "sample_and_store", "stored = flags & (token >= 0)", "stored = (token >= 0)"),
-        harmless="the place is the next prompt position, whose id the host knows: the step that computes it writes it first.",
+        harmless="the place is a prompt position, which the step that computes it writes first, or a generated one, "
+        "whose token is drawn again and is the same (but for rounding, so the flag is needed on a real model).",
     ),
     # ---- carry-over
     Fault(
@@ -212,7 +224,8 @@ FAULTS = [
         "8",
         (
             Edit(
-                PREPARE, "prepare", "ids = torch.where(step.carry.bool(), arena.token_table[rows, positions], step.input_ids)",
+                PREPARE, "prepare",
+                "ids = torch.where(step.carry.bool(), arena.token_table[rows, positions], step.input_ids)",
                 "last = prepare.__dict__.setdefault('last', None)\n"
                 "    at = arena.token_table[last[0], last[1]] if last is not None else step.input_ids[:1]\n"
                 "    ids = torch.where(step.carry.bool(), at[seq.clamp_max(len(at) - 1)], step.input_ids)",
@@ -235,7 +248,7 @@ FAULTS = [
     Fault(
         "nothing is carried in a steady phase",
         "8",
-        _one(STEADY, "next_plan", "ids, carry = self._placeholders, self._carried", "ids, carry = self._placeholders, self._known"),
+        _one(STEADY, "next_plan", "self._placeholders, self._carried", "self._placeholders, self._known"),
     ),
     # ---- rows
     Fault(
@@ -307,8 +320,11 @@ FAULTS = [
         "a generated block is published at launch",
         "5",
         (
-            Edit(PREFIX, "publish", "min(computed, int(r.known[row])) // size", "min(computed, int(r.total[row])) // size"),
-            Edit(SCHEDULER, "_finish_plan", "    self._count_step(plan)", "    self._prefixes.publish_generated(rows.tolist())\n    self._count_step(plan)"),
+            Edit(PREFIX, "publish", "min(computed, int(r.known[row]))", "min(computed, int(r.total[row]))"),
+            Edit(
+                SCHEDULER, "_finish_plan", "    self._count_step(plan)",
+                "    self._prefixes.publish_generated(rows.tolist())\n    self._count_step(plan)",
+            ),
         ),
         seeds=(129,),
     ),
@@ -320,7 +336,7 @@ FAULTS = [
     Fault(
         "a block is published before its last token is computed",
         "5",
-        _one(PREFIX, "publish", "min(computed, int(r.known[row])) // size", "-(-min(computed, int(r.known[row])) // size)"),
+        _one(PREFIX, "publish", "min(computed, int(r.known[row]))", "(min(computed, int(r.known[row])) + size - 1)"),
     ),
     Fault(
         "a hit may leave nothing to compute",

@@ -11,6 +11,7 @@ from fast_kernels import KERNELS, FastHashModel
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.simulated import SimulatedDevice
+from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.runner import Runner
@@ -18,7 +19,6 @@ from gapless.pipeline.shapes import EXACT, Shapes, graph_shapes
 from gapless.plan import RowLayout
 from gapless.scheduler import Scheduler
 from harness import Job, Outcome, SteppedEngine, make_request
-from hash_model import EOS
 
 MODEL = FastHashModel()
 MAX_UPDATES = 400  # far more than these workloads need, far less than a slot has room for otherwise
@@ -39,6 +39,16 @@ class Workload:
 
     def but(self, **changes: Any) -> Workload:
         return replace(self, **changes)
+
+
+class _Recording(SteppedEngine):
+    """Keeps log-probabilities too."""
+
+    def _take(self, message: StepMessage) -> None:
+        super()._take(message)
+        if message.records is not None:
+            for i, record in zip(message.ids.tolist(), message.records, strict=True):
+                self.outcome.records.setdefault(i, []).append(record.tobytes())
 
 
 def run_on(
@@ -68,7 +78,8 @@ def run_on(
     if workload.shapes.capture:
         runner.capture(runner.graph_keys())
     scheduler = scheduler_class(config, layout, workload.num_blocks)
-    engine = SteppedEngine(workload.jobs(), scheduler, runner, depth, check)
+    engine = _Recording(workload.jobs(), scheduler, runner, depth, check)
+    engine.outcome.records = {}  # type: ignore[attr-defined]
     outcome = engine.run()
     assert scheduler.pool.available == scheduler.pool.capacity, "blocks are left behind"
     assert scheduler.rows.num_free == len(scheduler.rows.requests), "rows are left behind"
@@ -77,9 +88,10 @@ def run_on(
 
 
 def outcome_key(outcome: Outcome) -> Hashable:
-    """Tokens and reason of every request, and the tokens that were streamed."""
+    """Tokens and reason of every request; the tokens that were streamed, and their log-probabilities."""
     ends = tuple((i, tuple(f.token_ids.tolist()), f.reason.value) for i, f in sorted(outcome.finished.items()))
-    return ends, tuple((i, tuple(t)) for i, t in sorted(outcome.streamed.items()))
+    streamed = tuple((i, tuple(t)) for i, t in sorted(outcome.streamed.items()))
+    return ends, (streamed, tuple((i, tuple(r)) for i, r in sorted(outcome.records.items())))  # type: ignore[attr-defined]
 
 
 def runs(workload: Workload, depth: int, **options: Any) -> Callable[[SimulatedDevice], Hashable]:
@@ -139,7 +151,7 @@ def random_workload(seed: int) -> Workload:
     longest = min(32, (num_blocks - 1) * 8)
     pieces = [prompt(1000 + i, 8) for i in range(3)] + [[0] * 8]
     specs = []
-    for i in range(rng.randint(2, 6)):
+    for _i in range(rng.randint(2, 6)):
         if specs and rng.random() < 0.35:  # what an earlier one may have computed and generated
             earlier = specs[rng.randrange(len(specs))][0]
             made = earlier + oracle(Job(make_request(0, earlier, 8))) * (rng.random() < 0.6)

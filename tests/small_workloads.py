@@ -56,7 +56,8 @@ def generated_prefixes() -> list[Job]:
     first = prompt(14, 6)
     new = oracle(Job(make_request(0, first, 4)))
     second = make_request(1, first + new[:3] + prompt(15, 1), 1)
-    return [Job(make_request(0, first, 4)), Job(second, at_step=3), Job(make_request(2, [*first, 0, 0, 5], 1), at_step=3)]
+    third = make_request(2, [*first, 0, 0, 5], 1)
+    return [Job(make_request(0, first, 4)), Job(second, at_step=3), Job(third, at_step=3)]
 
 
 def other_parents() -> list[Job]:
@@ -87,6 +88,16 @@ def sampled() -> list[Job]:
     return [Job(make_request(0, prompt(16, 4), 4, stop=(1,), **hot)), Job(make_request(1, prompt(17, 3), 3))]
 
 
+def with_logprobs() -> list[Job]:
+    """Each has something that only the general sampler can do."""
+    made = [
+        make_request(0, prompt(70, 4), 4, logprobs=2, temperature=0.8),
+        make_request(1, prompt(71, 3), 3, presence_penalty=1.5, frequency_penalty=0.5, temperature=0.9),
+        make_request(2, prompt(72, 2), 2, logit_bias={7: 30.0}, logprobs=0),
+    ]
+    return [Job(request, at_step=i) for i, request in enumerate(made)]
+
+
 WORKLOADS = [
     Workload("arrivals", arrivals),
     Workload("ends by a token", ends),
@@ -101,6 +112,7 @@ WORKLOADS = [
     Workload("evictions", evictions, num_blocks=4, options=WIDE),
     Workload("a row fails", failing, options=WIDE, model=FailingHashModel()),
     Workload("sampling", sampled),
+    Workload("log-probabilities, penalties", with_logprobs),
     Workload("captured graphs", mixed_lengths, shapes=graph_shapes(2, 16), options={"max_num_batched_tokens": 16}),
 ]
 BY_NAME = {workload.name: workload for workload in WORKLOADS}

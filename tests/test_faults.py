@@ -176,7 +176,7 @@ def test_nan_logits_end_their_request_only(depth: int) -> None:
 class Collected:
     """One request through the client, with callbacks of the test's own."""
 
-    def __init__(self, llm: LLM, prompt: dict[str, list[int]], on_output: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, llm: LLM, prompt: dict[str, list[int]], on_output: Callable[[Any], Any] | None = None) -> None:
         self.outputs: list[Any] = []
         self.errors: list[BaseException] = []
         self.end = threading.Event()
@@ -228,7 +228,7 @@ def test_a_callback_that_blocks_holds_up_no_step() -> None:
     with LLM(**options()) as llm:
         truth = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, LONG, use_tqdm=False)]
         release = threading.Event()
-        blocked = Collected(llm, PROMPTS[0], lambda output: None if release.wait(20) else None)
+        blocked = Collected(llm, PROMPTS[0], lambda output: release.wait(20))
         others = [Collected(llm, prompt) for prompt in PROMPTS[1:]]
         scheduler = llm._client._scheduler
         with in_time("the steps"):
@@ -243,7 +243,7 @@ def test_a_callback_that_blocks_holds_up_no_step() -> None:
 
 def test_close_does_not_wait_for_a_callback_that_never_returns() -> None:
     llm, release = LLM(**options()), threading.Event()
-    Collected(llm, PROMPTS[0], lambda output: None if release.wait(20) else None)
+    Collected(llm, PROMPTS[0], lambda output: release.wait(20))
     other = Collected(llm, PROMPTS[1])
     with in_time("close"):
         llm.close()
@@ -262,7 +262,8 @@ def test_a_detokenizer_that_raises_ends_its_request_only() -> None:
     with LLM(**options()) as llm:
         truth = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, LONG, use_tqdm=False)]
         guilty, *others = (Collected(llm, prompt) for prompt in PROMPTS)
-        group = next(g for g in llm._client._outputs._open if g.prompt_token_ids.tolist() == PROMPTS[0]["prompt_token_ids"])
+        open_groups = llm._client._outputs._open
+        group = next(g for g in open_groups if g.prompt_token_ids.tolist() == PROMPTS[0]["prompt_token_ids"])
         completion = group.completions[0]
         completion.detokenizer = _Broken()  # type: ignore[assignment]
         for one in (guilty, *others):

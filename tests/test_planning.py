@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gapless.cli import main
-from gapless.device.simulated import Operation, SimulatedDevice
+from gapless.device.operations import Operation
+from gapless.device.simulated import SimulatedDevice
 from gapless.verify.planning import BEFORE_LAUNCH, Times, predict
 from harness import Job, make_request
 from simulated_runs import Workload, prompt, run_on
@@ -32,7 +33,8 @@ def test_measured_steps_are_predicted_within_5_percent(name: str) -> None:
     if step_2 is not None:
         assert two.step_ms == pytest.approx(step_2, rel=0.05)
         assert two.busy == pytest.approx(busy_2, rel=0.05)
-    row = f"| {name} | {device:.2f} | {step_1:.2f} | {one.step_ms:.2f} | {100 * busy_1:.1f} % | {100 * one.busy:.1f} % |"
+    row = f"| {name} | {device:.2f} | {step_1:.2f} | {one.step_ms:.2f} | {busy_1:.1%} | {one.busy:.1%} |"
+    row = row.replace("%", " %")
     assert row in DOCUMENT.read_text(encoding="utf-8").splitlines(), row
 
 
@@ -78,7 +80,10 @@ def test_the_real_loop_in_virtual_time_takes_as_long(depth: int) -> None:
     spans = []
     for tokens in (10, 40):
         workload = Workload(
-            "decode", lambda n=tokens: [Job(make_request(0, prompt(1, 4), n))], options={"max_model_len": 64}, num_blocks=20
+            "decode",
+            lambda n=tokens: [Job(make_request(0, prompt(1, 4), n))],
+            options={"max_model_len": 64},
+            num_blocks=20,
         )
         device = SimulatedDevice(costs=cost)
         run_on(device, workload, depth)
@@ -92,7 +97,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     line = "simulate --host-ms 0.72 --device-ms 8.8 --depth 1,2 --steps 100 --batch 32 --plot"
     assert main([*line.split(), str(chart)]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].split() == "depth ms/step GPU idle % steps/s tokens/s of 1,000 GPUs idle".split()
+    assert out[0] == "depth  ms/step  GPU idle %  steps/s  tokens/s  of 1,000 GPUs idle"
     assert out[1].split() == ["1", "9.520", "7.56", "105.0", "3,361", "76"]
     assert out[2].split() == ["2", "8.800", "0.00", "113.6", "3,636", "0"]
     text = chart.read_text(encoding="utf-8")

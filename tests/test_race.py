@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gapless.device.base import Access
-from gapless.device.simulated import Region, SimulatedDevice
+from gapless.device.operations import Region
+from gapless.device.simulated import SimulatedDevice
 from gapless.verify.races import RaceDetector
 
 
@@ -59,7 +60,8 @@ def test_a_write_and_a_read_without_an_event(rig: Rig) -> None:
     assert race.region == Region("twin", 0, 8, False)
     assert str(race) == (
         "race on twin[0:8]: 'up' of step 0 (h2d) writes it, 'down' of step 0 (d2h) reads it, and nothing orders them. "
-        "Missing: an event recorded on h2d after 'up' of step 0 (h2d), for which d2h waits before 'down' of step 0 (d2h)"
+        "Missing: an event recorded on h2d after 'up' of step 0 (h2d), "
+        "for which d2h waits before 'down' of step 0 (d2h)"
     )
 
 

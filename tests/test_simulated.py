@@ -8,7 +8,8 @@ import torch
 
 from fast_kernels import KERNELS
 from gapless.device.base import Access, DeviceError
-from gapless.device.simulated import HOST, Operation, SimulatedDevice, in_order
+from gapless.device.operations import HOST, Operation, in_order
+from gapless.device.simulated import SimulatedDevice
 from gapless.pipeline.kernels import reference_kernels
 from gapless.verify.choosers import PriorityChooser, RandomChooser, Replay, Starve
 from gapless.verify.races import RaceDetector
@@ -18,6 +19,10 @@ from small_workloads import WORKLOADS
 
 def put(device: SimulatedDevice, order: list[str], name: str) -> None:
     device.launch(lambda: order.append(name), Access(), name)
+
+
+def one_byte_buffers(device: SimulatedDevice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return device.host_buffer(1, "a"), device.device_buffer((1,), torch.uint8, "b"), device.host_buffer(1, "c")
 
 
 def done(device: SimulatedDevice, stream: object) -> None:
@@ -77,7 +82,7 @@ def test_without_the_event_some_chooser_swaps_them() -> None:
     seen = set()
     for seed in range(20):
         device = SimulatedDevice(RandomChooser(seed))
-        host, twin, back = device.host_buffer(1, "a"), device.device_buffer((1,), torch.uint8, "b"), device.host_buffer(1, "c")
+        host, twin, back = one_byte_buffers(device)
         host.fill_(7)
         device.copy_h2d(twin, host, "up")
         device.copy_d2h(back, twin, "down")
@@ -176,7 +181,7 @@ def test_virtual_time_follows_the_edges_and_not_the_chooser() -> None:
     cost = {"up": 1.0, "work": 5.0, "down": 2.0, "fill": 0.5}
     for chooser in (in_order, RandomChooser(1), Starve("h2d")):
         device = SimulatedDevice(chooser, costs=lambda o: cost[o.name])
-        host, twin, back = device.host_buffer(1, "a"), device.device_buffer((1,), torch.uint8, "b"), device.host_buffer(1, "c")
+        host, twin, back = one_byte_buffers(device)
         start, end, up, down = (device.event(timing=True) for _ in range(4))
         for _ in range(2):
             with device.host_access(Access(writes=()), "fill"):

@@ -63,7 +63,10 @@ def _small(fault: Fault, workload: Workload, depth: int) -> Catch | None:
     if not wrong and not found.races:
         return None
     race = found.races[0] if found.races else None
-    text = f"{race.first.name} ({race.first.stream}) and {race.second.name} ({race.second.stream}) on {race.region.buffer}" if race else ""
+    text = ""
+    if race is not None:
+        pair = [f"{o.name} ({o.stream})" for o in (race.first, race.second)]
+        text = f"{' and '.join(pair)} on {race.region.buffer}"
     best = next((o for o in wrong if not isinstance(o, Failure)), wrong[0] if wrong else None)
     return Catch(workload.name, depth, text, _wrong(best) if wrong else "")
 
@@ -72,7 +75,8 @@ def _random(fault: Fault, seed: int, depth: int) -> Catch | None:
     workload = random_workload(seed)
     with applied(fault) as kernels:
         try:
-            outcome = run_on(SimulatedDevice(RandomChooser(seed)), workload.but(kernels=kernels) if kernels else workload, depth)
+            faulty = workload.but(kernels=kernels) if kernels else workload
+            outcome = run_on(SimulatedDevice(RandomChooser(seed)), faulty, depth)
             wrong = "" if agrees(workload, outcome) else "other tokens"
         except Exception as error:
             cause = error.__cause__ or error
@@ -116,7 +120,8 @@ def interleaving_row(workload: Workload, depth: int) -> str:
     outcome = run_on(SimulatedDevice(), workload, depth)
     return (
         f"| {workload.name} | {depth} | {outcome.steps} | {found.interleavings:,} | {found.states} | "
-        f"{found.transitions} | {found.executions} | {len(found.outcomes)} | {len(found.races)} | {classes.interleavings} |"
+        f"{found.transitions} | {found.executions} | {len(found.outcomes)} | {len(found.races)} | "
+        f"{classes.interleavings} |"
     )
 
 

@@ -1,4 +1,4 @@
-"""Draft: a step while the scheduler puts it together, and what is left for it to spend. Touched by the loop's thread."""
+"""Draft: a step while the scheduler puts it together, and what it can still spend. For the loop's thread only."""
 
 from __future__ import annotations
 

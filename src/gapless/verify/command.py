@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     for p in found:
         tokens = f"  {1000 * arguments.batch / p.step_ms:8,.0f}" if arguments.batch else ""
         print(
-            f"{p.depth:5d}  {p.step_ms:7.3f}  {100 * p.idle:10.2f}  {1000 / p.step_ms:7.1f}{tokens}  {1000 * p.idle:18.0f}"
+            f"{p.depth:5d}  {p.step_ms:7.3f}  {100 * p.idle:10.2f}  {1000 / p.step_ms:7.1f}{tokens}"
+            f"  {1000 * p.idle:18.0f}"
         )
     if arguments.plot:
         _plot(Path(arguments.plot), times, depths, arguments.seed)

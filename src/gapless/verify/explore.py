@@ -19,7 +19,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gapless.device.simulated import HOST, Operation, SimulatedDevice, conflict
+from gapless.device.operations import HOST, Operation, conflict
+from gapless.device.simulated import SimulatedDevice
 from gapless.verify.races import Race, RaceDetector, before
 
 Run = Callable[[SimulatedDevice], Hashable]
