@@ -7,7 +7,8 @@
 
 Both sides share one copy of SmolLM2's weights in fp32, decode greedily, ignore end-of-sequence and make the same number
 of tokens. A round runs both, in alternating order, on prompts that no earlier round had. The ratio of a round is the
-peer's seconds over ours; the figure is the median over the rounds, beside the smallest and the largest.
+peer's seconds over ours; the figure is the median over the rounds, beside the smallest and the largest. The same ratio
+of processor seconds stands beside it: on a machine that is busy with other things it is the steadier one.
 
 ``generate_batch`` takes one length for all of its requests. So the ragged case does what that method does, with a
 length for each: it opens the manager, adds the requests, and collects the results. Opening it is not timed.
@@ -111,18 +112,21 @@ def compare(load: Workload, ours: Run, theirs: Run, rounds: int, peer: str) -> d
         load = whole if i else whole.limited(4)
         prompts = load.prompts(salt=i + 1)
         sides = [("gapless", ours), (peer, theirs)]
-        walls, tokens = {}, {}
+        walls, tokens, busy = {}, {}, {}
         for name, run in sides if i % 2 else sides[::-1]:
             gc.collect()
+            before = time.process_time()
             walls[name], tokens[name] = run(load, prompts)
+            busy[name] = time.process_time() - before
             if tuple(map(len, tokens[name])) != load.output_lens:
                 raise RuntimeError(f"{name} made {list(map(len, tokens[name]))} tokens, not {load.output_lens}")
         if i:
             same = sum(a == b for a, b in zip(tokens["gapless"], tokens[peer], strict=True))
-            rows.append({**walls, "ratio": walls[peer] / walls["gapless"], "equal_requests": same})
+            ratio, cpu_ratio = walls[peer] / walls["gapless"], busy[peer] / busy["gapless"]
+            rows.append({**walls, "ratio": ratio, "cpu_s": busy, "cpu_ratio": cpu_ratio, "equal_requests": same})
             print(
                 f"{load.name:7s} round {i}: gapless {walls['gapless']:6.2f} s   {peer} {walls[peer]:6.2f} s   "
-                f"ratio {rows[-1]['ratio']:.3f}   {same} of {load.batch} requests have equal tokens",
+                f"ratio {ratio:.3f}, of processor seconds {cpu_ratio:.3f}   {same} of {load.batch} requests equal",
                 flush=True,
             )
     ratios = [row["ratio"] for row in rows]
@@ -138,13 +142,15 @@ def compare(load: Workload, ours: Run, theirs: Run, rounds: int, peer: str) -> d
         "tokens_per_s": {name: new / seconds for name, seconds in medians.items()},
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
+        "cpu_ratio": statistics.median(row["cpu_ratio"] for row in rows),
         "goal": GOALS[load.name],
         "rounds": rows,
     }
     print(
         f"{load.name:7s} median : gapless {medians['gapless']:6.2f} s ({new / medians['gapless']:.0f} tokens/s)   "
         f"{peer} {medians[peer]:6.2f} s ({new / medians[peer]:.0f} tokens/s)   "
-        f"ratio {result['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), goal {GOALS[load.name]}",
+        f"ratio {result['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), of processor seconds "
+        f"{result['cpu_ratio']:.2f}; goal {GOALS[load.name]}",
         flush=True,
     )
     return result
