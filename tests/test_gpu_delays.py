@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gapless import LLM, SamplingParams
+from gapless import LLM, EngineDeadError, SamplingParams
 from models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -112,6 +112,10 @@ def test_delays_show_a_missing_event(truth: list[list[int]]) -> None:
         for seed in range(20):
             delays.rng = random.Random(seed)
             delays.share = {"h2d": 0.0, "compute": 0.5, "d2h": 0.0}
-            wrong += tokens(llm) != truth
-            llm.reset_prefix_cache()
+            try:
+                wrong += tokens(llm) != truth
+                llm.reset_prefix_cache()
+            except EngineDeadError:  # the loop saw that a step was not over
+                wrong += 1
+                break
         assert wrong > 0

@@ -84,7 +84,7 @@ def test_a_failed_engine_gives_memory_back(little_memory: Any) -> None:
 
 
 def test_slots_share_one_pool() -> None:
-    model = tiny("llama", num_hidden_layers=4, hidden_size=512, intermediate_size=2048).cuda()
+    model = tiny("llama", num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048).cuda()
     options = {**OPTIONS, "max_num_batched_tokens": 4096, "num_kv_blocks": 200}
     one, two, three = (memory_of_engine(model, pipeline_depth=depth, **options) for depth in (1, 2, 3))
     assert one["pool_bytes"] > 0
@@ -114,7 +114,7 @@ def test_out_of_memory_for_the_pool_names_its_option(option: str, little_memory:
 
 
 def test_out_of_memory_while_loading_is_explained(tmp_path: Path, little_memory: Any) -> None:
-    model = tiny("llama", hidden_size=1024, intermediate_size=8192, num_hidden_layers=8)
+    model = tiny("llama", hidden_size=1024, num_attention_heads=8, intermediate_size=8192, num_hidden_layers=8)
     model.save_pretrained(tmp_path)
     del model
     little_memory(256)

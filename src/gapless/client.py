@@ -79,7 +79,8 @@ class EngineClient:
             from gapless.model.loading import load_tokenizer
 
             named = isinstance(model, (str, Path))
-            tokenizer = load_tokenizer(model if named else getattr(getattr(model, "config", None), "_name_or_path", None))
+            source = model if named else getattr(getattr(model, "config", None), "_name_or_path", None)
+            tokenizer = load_tokenizer(source)
         self.tokenizer = tokenizer
         built = build(model, config, self._messages.put, self._on_death, progress=progress or _capture_bar)
         self._built = built

@@ -206,7 +206,9 @@ class Engine:
                 self._running = False
             while not self._inbox.empty():  # nobody waits for an answer for ever
                 self._inbox.get()()
-            self._runner.close()
+            # After an error closing may fail for the same reason; the callers have been given the first one.
+            with contextlib.nullcontext() if self._error is None else contextlib.suppress(Exception):
+                self._runner.close()
 
     def close(self) -> None:
         """Stop after the steps that are in flight; threads and memory come back. Safe to call twice.

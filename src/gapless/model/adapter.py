@@ -26,6 +26,7 @@ from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.errors import UnsupportedModelError
 from gapless.kv.spec import KVSpec
 from gapless.model import checks
+from gapless.model.cpu_linear import quicken
 
 AttentionBackend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor
@@ -112,6 +113,8 @@ class TransformersModel:
         self.dtype = model.dtype
         self.max_position = checks.fix_longrope(self.module, max_model_len)
         self._choose_experts()
+        if self.device.type == "cpu":
+            quicken(self.module)
 
         survey = checks.survey(self.module, self.max_position)
         self.vocab_size = survey.vocab_size

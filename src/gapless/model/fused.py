@@ -26,6 +26,7 @@ from torch.nn import functional
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.kv.spec import KVSpec
 from gapless.model.base import CausalModel
+from gapless.model.cpu_linear import FewRowsLinear
 
 if TYPE_CHECKING:
     from gapless.model.small_batch import SmallBatch
@@ -275,7 +276,7 @@ def _child(module: nn.Module, name: str, kind: type[M]) -> M:
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
     child = getattr(module, name, None)
-    if type(child) is not nn.Linear:
+    if type(child) not in (nn.Linear, FewRowsLinear) or not isinstance(child, nn.Linear):
         raise NotFusable(f"{name} is a {type(child).__name__}, not a plain nn.Linear")
     return child
 
