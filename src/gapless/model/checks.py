@@ -281,10 +281,10 @@ def _first_difference(
     except (IndexError, RuntimeError, TypeError) as error:
         return f"it depends on more than the two positions ({error})"
     ours = (k <= q) & (k > q - (max_position + max(keys) if window is None else window))
-    wrong = (asked != ours).nonzero()
+    wrong = (asked != ours).nonzero()  # sync-ok: at load
     if len(wrong) == 0:
         return ""
-    _, _, i, j = wrong[0].tolist()
+    _, _, i, j = wrong[0].tolist()  # sync-ok: at load
     sees, ought = bool(asked[0, 0, i, j]), bool(ours[0, 0, i, j])
     return f"query {queries[i]} sees key {keys[j]}: {sees}, with window {window}: {ought}"
 

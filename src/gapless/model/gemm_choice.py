@@ -250,7 +250,7 @@ def measure(
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # sync-ok: at start, while kernels are measured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
