@@ -18,6 +18,7 @@ class Draft:
         updates_left: changes of the arena that it can still carry.
         seqs_left: sequences that it can still take, beside one for each running row.
         full: a request waits for room among the updates of a later step.
+        published: what the running rows generated can be found in the prefix cache by now.
         scored: rows that score their prompt in it, one token a sequence.
     """
 
@@ -25,6 +26,7 @@ class Draft:
     updates_left: int
     seqs_left: int = 0
     full: bool = False
+    published: bool = False
     scored: list[int] = field(default_factory=list)
     rows: list[I32] = field(default_factory=list)
     lens: list[I32] = field(default_factory=list)

@@ -247,7 +247,9 @@ class Scheduler:
                 request_id, request = next(iter(self._waiting.items()))
                 if self._blocked == (request_id, self.pool.available):
                     return  # it did not fit, and nothing has been freed since
-                self._prefixes.publish_generated(self._running.tolist())
+                if not draft.published:
+                    self._prefixes.publish_generated(self._running.tolist())
+                    draft.published = True
                 row = self.rows.assign(request)
                 params = self.rows.param_updates(row)
                 draft.updates_left -= len(params)
