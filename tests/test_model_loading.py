@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -244,19 +243,17 @@ def test_folder_is_made_at_once_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "a").rglob("*")] == ["model", "theirs"]
 
 
-def test_smollm2_second_call_is_quick_and_light(tmp_path: Path) -> None:
+def test_smollm2_second_call_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "SmolLM2-135M-Instruct").mkdir()
     code = (
         "import sys; from gapless.model.smollm2 import main; main([]); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    start = time.perf_counter()
     environment = {**os.environ, "GAPLESS_CACHE": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == str(tmp_path / "SmolLM2-135M-Instruct")
-    assert time.perf_counter() - start < 5  # 0.1 s on a quiet machine
 
 
 def test_smollm2_from_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

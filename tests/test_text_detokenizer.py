@@ -203,10 +203,10 @@ def test_cost_per_token_is_constant(make: Make) -> None:
     d = create_detokenizer(tokenizer)
     best = []
     for part in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         for i in ids[part * n : (part + 1) * n]:
             d.push(i)
-        best.append(time.perf_counter() - start)
+        best.append(time.thread_time() - start)
     assert min(best[-6:]) < 4 * min(best[:6])
 
 

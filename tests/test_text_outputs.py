@@ -451,8 +451,8 @@ def test_delta_costs_the_same_however_long_the_output() -> None:
     one = message([(1, a)])
     best = []
     for _ in range(12):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(2000):
             side.processor.process(one)
-        best.append(time.perf_counter() - start)
+        best.append(time.thread_time() - start)
     assert min(best[-4:]) < 3 * min(best[:4])

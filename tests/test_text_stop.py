@@ -102,8 +102,8 @@ def test_cost_per_token_is_constant() -> None:
     m = StopMatcher(["a" * 200 + "b"])
     best = []
     for _ in range(12):
-        start = time.perf_counter()
+        start = time.thread_time()
         for i in range(5000):
             m.push("aaa", i)
-        best.append(time.perf_counter() - start)
+        best.append(time.thread_time() - start)
     assert min(best[-4:]) < 3 * min(best[:4])
