@@ -29,6 +29,8 @@ async def answer(
         for piece in output.outputs:
             text += piece.text
             tokens[index] += len(piece.token_ids)
+            if piece.finish_reason == "length":
+                text += f" [... cut at --max-tokens {params.max_tokens}]"
     say(f"[{index + 1}] done, {tokens[index]} tokens\n")
     return text
 
@@ -67,6 +69,7 @@ async def main() -> None:
         options.model = get_smollm2()
 
     begin = time.perf_counter()
+    print(f"loading {options.model} ...", flush=True)
     async with AsyncLLM(
         options.model, pipeline_depth=options.depth, max_num_seqs=16, max_model_len=1024
     ) as llm:
