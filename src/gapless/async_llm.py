@@ -12,7 +12,7 @@ from typing import Any
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
-from gapless.errors import EngineClosedError, EngineDeadError
+from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.request import RequestOutput, RequestOutputKind, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
@@ -79,8 +79,11 @@ class AsyncLLM:
     async def _run(
         self, encoded: EncodedPrompt, params: SamplingParams | None, request_id: str | None, mode: OutputMode | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        params = params or SamplingParams()
-        mode = mode or _MODES[RequestOutputKind(params.output_kind)]
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
+        if mode is None:
+            mode = _MODES[RequestOutputKind(params.output_kind)]
         mailbox = _Mailbox(asyncio.get_running_loop(), merge=mode == "delta")
         submission = Submission(encoded, params, mailbox.put, mailbox.fail, mode, request_id)
         (group,) = self._client.submit([submission])

@@ -46,7 +46,7 @@ class Built:
     engine: Engine
     scheduler: Scheduler
     runner: Runner
-    model: CausalModel
+    model: Any  # a CausalModel; None once the engine is closed
     config: EngineConfig
     layout: RowLayout
     num_blocks: int
@@ -143,18 +143,28 @@ def _build(
             kernels = triton_kernels()
         else:
             chosen, shapes, kernels = CpuDevice(), EXACT, reference_kernels()
-        return Runner(
-            chosen,
-            model,
-            layout,
-            num_blocks=blocks,
-            depth=config.pipeline_depth,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_updates=max_updates(config, layout),
-            kernels=kernels,
-            shapes=shapes,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        )
+        try:
+            return Runner(
+                chosen,
+                model,
+                layout,
+                num_blocks=blocks,
+                depth=config.pipeline_depth,
+                max_num_tokens=config.max_num_batched_tokens,
+                max_updates=max_updates(config, layout),
+                kernels=kernels,
+                shapes=shapes,
+                processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            )
+        except BaseException as error:
+            chosen.close()  # or its threads would stay
+            if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, torch.OutOfMemoryError):
+                raise ConfigError(
+                    f"the buffers for num_kv_blocks={blocks}, max_num_seqs={config.max_num_seqs} and "
+                    f"max_num_batched_tokens={config.max_num_batched_tokens} cannot be had: {_first_line(error)} "
+                    "Lower the one that is too large"
+                ) from error
+            raise
 
     num_blocks = _num_blocks(config, model, layout, device, make_runner)
     runner = make_runner(num_blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,20 +15,23 @@ def refuse(name: str, value: object, allowed: str) -> RequestError:
     return RequestError(f"{name}={value!r} is not allowed: {allowed}")
 
 
-def check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:
-    """A number in [low, high]; no bool, no NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def check_number(name: str, value: object, low: float, high: float, allowed: str) -> float:
+    """A number in [low, high], as a float; no bool, no NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise refuse(name, value, allowed)
-    if math.isnan(value) or not low <= value <= high:
+    if not low <= value <= high:  # also true of NaN
         raise refuse(name, value, allowed)
+    return float(value)
 
 
-def check_integer(name: str, value: object, low: int, allowed: str, high: int | None = None) -> None:
-    """An integer in [low, high]; no bool."""
+def check_integer(name: str, value: object, low: int, allowed: str, high: int | None = None) -> int:
+    """An integer in [low, high], as Python's own: NumPy's wrap around in sums; no bool."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise refuse(name, value, allowed)
-    if value < low or (high is not None and value > high):
+    plain = int(value)
+    if plain < low or (high is not None and plain > high):
         raise refuse(name, value, allowed)
+    return plain
 
 
 def check_items(name: str, value: Any, allowed: str) -> Sequence[Any]:
@@ -75,11 +77,10 @@ def logit_bias(value: Any, at_most: int) -> dict[int, float] | None:
     plain: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        check_integer("logit_bias", token, 0, allowed)
-        check_number("logit_bias", bias, -100.0, 100.0, allowed)
-        if int(token) in plain:
+        token = check_integer("logit_bias", token, 0, allowed)
+        if token in plain:
             raise RequestError(f"logit_bias names the id {token} twice")
-        plain[int(token)] = float(bias)
+        plain[token] = check_number("logit_bias", bias, -100.0, 100.0, allowed)
     return dict(sorted(plain.items())) or None
 
 

@@ -7,12 +7,15 @@ exception at the call and never comes near the loop.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import logging
 import queue
+import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 from gapless.build import Progress, build
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
-from gapless.errors import EngineClosedError, RequestError, naming_prompt
+from gapless.errors import ConfigError, EngineClosedError, RequestError, naming_prompt
 from gapless.messages import StepMessage
 from gapless.pipeline.runner import Key
 from gapless.request import MAX_STOP_TOKEN_IDS, FinishReason, Request, RequestOutput, SamplingParams
@@ -56,6 +59,31 @@ def _capture_bar(keys: list[Key]) -> Any:
     return tqdm(keys, desc="graphs", disable=None, leave=False)  # None: only on a terminal
 
 
+_open_clients: weakref.WeakSet[EngineClient] = weakref.WeakSet()
+"""Engines that are closed at the interpreter's exit: a thread that still runs torch then would abort the process."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_open_clients):
+        client.close()
+
+
+def find_tokenizer(model: Any, tokenizer: Any) -> Any:
+    """The tokenizer that is meant: an object as it is, a folder or name loaded, ``"auto"`` the model's own."""
+    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    from gapless.model.loading import load_tokenizer
+
+    if tokenizer == "auto":
+        named = isinstance(model, (str, Path))
+        return load_tokenizer(model if named else getattr(getattr(model, "config", None), "_name_or_path", None))
+    found = load_tokenizer(tokenizer)
+    if found is None and tokenizer is not None:
+        raise ConfigError(f"tokenizer={str(tokenizer)!r}: there is no tokenizer of that folder or name")
+    return found
+
+
 class EngineClient:
     """See the module.
 
@@ -75,32 +103,29 @@ class EngineClient:
         self._groups: dict[str, list[RequestGroup]] = {}  # open groups by label; labels need not be unique
         self._lock = threading.Lock()
         self._closed = False
-        if tokenizer == "auto":
-            from gapless.model.loading import load_tokenizer
-
-            named = isinstance(model, (str, Path))
-            source = model if named else getattr(getattr(model, "config", None), "_name_or_path", None)
-            tokenizer = load_tokenizer(source)
-        self.tokenizer = tokenizer
+        self._label = f"{secrets.token_hex(4)}-"  # of requests without one: nobody's own labels begin so
+        self.tokenizer = find_tokenizer(model, tokenizer)
         built = build(model, config, self._messages.put, self._on_death, progress=progress or _capture_bar)
         self._built = built
         self.config = built.config
-        self.model = built.model
+        self.model: Any = built.model
+        self._vocab_size = built.model.vocab_size
         self._engine = built.engine
         self._scheduler = built.scheduler
         self._thread = threading.Thread(target=self._run, name="gapless-output", daemon=True)
         self._thread.start()
         self._engine.start()
+        _open_clients.add(self)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def encode(self, prompt: object) -> EncodedPrompt:
         """A prompt as ids, checked."""
-        return encode_prompt(prompt, self.tokenizer, self.model.vocab_size)
+        return encode_prompt(prompt, self.tokenizer, self._vocab_size)
 
     def encode_chat(self, messages: object, **options: Any) -> EncodedPrompt:
         """A conversation as ids, through the tokenizer's chat template."""
-        return encode_chat(messages, self.tokenizer, self.model.vocab_size, **options)
+        return encode_chat(messages, self.tokenizer, self._vocab_size, **options)
 
     def submit(self, submissions: Sequence[Submission]) -> list[RequestGroup]:
         """Check all, then hand all to the engine in one turn of its loop. Either all are taken or none.
@@ -139,14 +164,20 @@ class EngineClient:
 
     def _requests(self, submission: Submission) -> list[Request]:
         params, ids = submission.params, submission.prompt.token_ids
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
+        if submission.request_id is not None and not isinstance(submission.request_id, str):
+            raise RequestError(f"request_id={submission.request_id!r} is not allowed: a string, or None")
         max_tokens = params.max_tokens
         if max_tokens is None:
             capacity = self._scheduler.pool.capacity * self.config.block_size
             longest = min(self.config.max_model_len or capacity, capacity)
             max_tokens = max(longest - len(ids), 1)
+            if params.min_tokens > max_tokens:
+                raise RequestError(f"min_tokens={params.min_tokens} is more than the {max_tokens} that still fit")
         self._scheduler.refuse_what_never_fits(len(ids), max_tokens)
-        check_vocabulary(params, self.model.vocab_size)
-        bad_words = bad_word_ids(params, self.tokenizer, self.model.vocab_size)
+        check_vocabulary(params, self._vocab_size)
+        bad_words = bad_word_ids(params, self.tokenizer, self._vocab_size)
         stops = dict.fromkeys(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(dict.fromkeys(self.model.eos_token_ids))
@@ -177,7 +208,7 @@ class EngineClient:
         return int.from_bytes(digest, "little")
 
     def _group(self, submission: Submission, requests: list[Request]) -> RequestGroup:
-        label = submission.request_id if submission.request_id is not None else str(requests[0].id)
+        label = submission.request_id if submission.request_id is not None else f"{self._label}{requests[0].id}"
         group = RequestGroup(
             request_id=label,
             prompt=submission.prompt.text,
@@ -257,3 +288,5 @@ class EngineClient:
             if self._thread.is_alive():
                 logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
         self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))
+        _open_clients.discard(self)
+        self.model = self._built.model = None  # the weights go when nobody else holds them

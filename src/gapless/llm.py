@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -52,7 +52,7 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served; then none is started.
             EngineDeadError: the engine stopped, with the cause.
         """
-        many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        many = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
         return self._run(self._encoded(many, self._client.encode), sampling_params, use_tqdm)
 
     def chat(
@@ -66,8 +66,9 @@ class LLM:
 
         ``template_options`` go to the tokenizer's chat template. Raises as `generate`.
         """
-        one = bool(conversations) and isinstance(conversations[0], dict)
-        many = [conversations] if one else conversations
+        many = _listed("conversations", conversations)
+        if many and isinstance(many[0], Mapping):
+            many = [many]
         encode = functools.partial(self._client.encode_chat, **template_options)
         return self._run(self._encoded(many, encode), sampling_params, use_tqdm)
 
@@ -131,6 +132,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _listed(name: str, several: Any) -> list[Any]:
+    if isinstance(several, (str, bytes, Mapping)) or not isinstance(several, Iterable):
+        raise RequestError(f"{name} of type {type(several).__name__} is not allowed: a list is")
+    return list(several)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -26,6 +26,8 @@ MAX_BAD_WORDS = 128
 """Sequences of tokens that ``bad_words`` of one request may make."""
 MAX_BAD_WORD_TOKENS = 1024
 """Tokens of all these sequences together."""
+MAX_N = 10_000
+"""Completions of one prompt."""
 MAX_LOGPROBS = 20
 """Most likely tokens whose log-probabilities may be asked for, beside the chosen one."""
 
@@ -103,28 +105,35 @@ class SamplingParams:
     output_kind: str = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        check_integer("n", self.n, 1, "an integer >= 1")
-        check_number("temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000")
-        check_integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 for no limit")
-        check_number("top_p", self.top_p, 1e-12, 1.0, "a number in (0, 1]")
-        check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
+        set_plain = functools.partial(object.__setattr__, self)
+
+        def integer(name: str, low: int, allowed: str, high: int | None = None) -> None:
+            set_plain(name, check_integer(name, getattr(self, name), low, allowed, high))
+
+        def number(name: str, low: float, high: float, allowed: str) -> None:
+            set_plain(name, check_number(name, getattr(self, name), low, high, allowed))
+
+        integer("n", 1, f"an integer from 1 to {MAX_N}", MAX_N)
+        number("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10000")
+        integer("top_k", -1, "an integer >= 1, or 0 or -1 for no limit")
+        number("top_p", 1e-12, 1.0, "a number in (0, 1]")
+        number("min_p", 0.0, 1.0, "a number in [0, 1]")
         if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), "an integer of 64 bits, or None", 2**64 - 1)
+            integer("seed", -(2**63), "an integer of 64 bits, or None", 2**64 - 1)
         if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, "an integer >= 1, or None for as many as fit")
-        check_integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
+            integer("max_tokens", 1, "an integer >= 1, or None for as many as fit")
+        integer("min_tokens", 0, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        set_plain = functools.partial(object.__setattr__, self)
         set_plain("stop", checks.strings("stop", self.stop))
         set_plain("stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "True or False")
         for name in ("presence_penalty", "frequency_penalty"):
-            check_number(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
+            number(name, -2.0, 2.0, "a number from -2 to 2")
         allowed = "a number > 0, at most 1000; 1 for no penalty"
-        check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, allowed)
+        number("repetition_penalty", 1e-3, 1e3, allowed)
         set_plain("logit_bias", checks.logit_bias(self.logit_bias, MAX_LOGIT_BIAS))
         if self.allowed_token_ids is not None:
             ids = checks.token_ids("allowed_token_ids", self.allowed_token_ids, may_be_empty=False)
@@ -133,7 +142,7 @@ class SamplingParams:
         allowed = f"an integer from 0 to {MAX_LOGPROBS}, or None"
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0, allowed, MAX_LOGPROBS)
+                integer(name, 0, allowed, MAX_LOGPROBS)
         kinds = [kind.value for kind in RequestOutputKind]
         if self.output_kind not in kinds:
             raise refuse("output_kind", self.output_kind, f"one of {', '.join(kinds)}")
@@ -147,7 +156,9 @@ class SamplingParams:
             RequestError: an unknown name (with the nearest known one) or a value out of range.
         """
         known = [f.name for f in fields(cls)]
-        for name in options:
+        if not isinstance(options, Mapping):
+            raise RequestError(f"sampling parameters are a mapping from names to values, not {options!r}")
+        for name in map(str, options):
             if name not in known:
                 raise RequestError(
                     f"unknown sampling parameter {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}"

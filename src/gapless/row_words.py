@@ -72,7 +72,7 @@ def _param_words(request: Request) -> I32:
     words = np.zeros(int(Word.STOP_IDS) + len(stops), np.int32)
     floats = words.view(np.float32)
     floats[Word.TEMPERATURE] = params.temperature
-    words[Word.TOP_K] = max(params.top_k, 0)
+    words[Word.TOP_K] = min(max(params.top_k, 0), np.iinfo(np.int32).max)  # beyond any vocabulary: no limit
     floats[Word.TOP_P] = params.top_p
     floats[Word.MIN_P] = params.min_p
     words[Word.SEED_LOW : Word.SEED_HIGH + 1] = np.array([request.seed], np.uint64).view(np.int32)

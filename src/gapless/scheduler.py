@@ -33,6 +33,8 @@ from gapless.request import FinishReason, Request
 from gapless.rows import RowTable
 from gapless.steady import NO_UPDATES, Steady
 
+NEVER = np.iinfo(np.int32).max
+"""In place of a row's number of published blocks: there will be no more. A preemption starts it anew."""
 NO_IDS = np.zeros(0, np.int64)
 NO_TOKENS = np.zeros(0, np.int32)
 NO_TOKEN = (
@@ -486,8 +488,11 @@ class Scheduler:
         return stats
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix. Running rows keep their blocks."""
+        """Forget every prefix. Running rows keep their blocks, and nothing of them is published any more: what they
+        have computed so far is of before, and what follows is built on it."""
+        self._end_steady()
         self.pool.unpublish_all()
+        self.rows.blocks_hashed[self._running] = NEVER
 
     def check(self) -> None:
         """Integrity of blocks and rows; for tests and debug runs.

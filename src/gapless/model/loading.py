@@ -76,6 +76,10 @@ def load_model(
         ImportError: a GGUF file, and the packages that read it are missing.
     """
     start = time.perf_counter()
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise ConfigError(
+            f"model of type {type(model).__name__} is not allowed: a folder, name, .gguf file or transformers model"
+        )
     chosen = _parse_dtype(dtype)
     if isinstance(model, PreTrainedModel):
         if chosen not in (None, model.dtype):

@@ -219,6 +219,7 @@ class Runner:
             self.device.synchronize()  # no graph is destroyed under a step that runs
         self._captured.clear()
         del self._ring, self._arena, self._kv, self._indices, self._logits, self._forward_access, self._sample_access
+        del self.model
         self.device.close()
 
     # ---- what is enqueued -----------------------------------------------------------------------------------------

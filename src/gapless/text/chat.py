@@ -61,13 +61,13 @@ def check_token_ids(ids: object, vocab_size: int, name: str = "prompt_token_ids"
     if hasattr(ids, "detach"):  # a tensor, without importing torch
         try:
             ids = ids.detach().cpu().numpy()
-        except TypeError as error:  # a type that NumPy lacks, such as bfloat16
-            raise RequestError(f"{name} is a tensor of a type that is not allowed: integers are") from error
+        except (TypeError, NotImplementedError) as error:  # a type that NumPy lacks, or no data at all
+            raise RequestError(f"{name} is a tensor that holds no integers: {error}") from error
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1:
             raise RequestError(f"{name} has shape {ids.shape}, not allowed: one dimension is")
         if ids.size and ids.dtype.kind not in "iu":
-            raise _bad_id(name, 0, ids[0].item(), f"an integer is (the array is {ids.dtype})")
+            raise _bad_id(name, 0, ids[0], f"an integer is (the array is {ids.dtype})")
         array = ids
     elif isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
         # The set of types first: NumPy would turn [1, True] into integers without a word.
@@ -126,8 +126,6 @@ def encode_chat(
             "pass chat_template=, set tokenizer.chat_template, or use a text prompt "
             "(a base model knows no conversation)"
         )
-    from jinja2 import TemplateError
-
     try:
         text = tokenizer.apply_chat_template(
             conversation,
@@ -136,7 +134,7 @@ def encode_chat(
             chat_template=chat_template,
             **template_options,
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # a template is a program, and may fail in any way
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     # The template has written the special tokens itself.
     return EncodedPrompt(text, _encode_text(text, tokenizer, vocab_size, add_special_tokens=False))

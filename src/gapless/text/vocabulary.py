@@ -45,7 +45,10 @@ def bad_word_ids(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tup
         if tokenizer is None:
             raise RequestError(f"bad_words holds {word!r}, which needs a tokenizer, and there is none: give token ids")
         texts = (word.lstrip(), " " + word.lstrip())
-        bare, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        try:
+            bare, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        except (TypeError, ValueError) as error:  # half a surrogate pair, say
+            raise RequestError(f"bad_words holds {word!r}, which the tokenizer refuses: {error}") from error
         if not bare or max(bare) >= vocab_size:
             raise RequestError(f"bad_words holds {word!r}, of which the tokenizer makes the ids {list(bare)}")
         found[bare] = None
