@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
@@ -178,7 +179,9 @@ def start(folder: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str
 
 def test_interrupt(folder: Path) -> None:
     """Ctrl-C aborts what is running and ends with 130, without a traceback."""
-    process = start(folder, "--n", "2000", "--max-tokens", "100", "hello", stdout=subprocess.PIPE)
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    long = ("--n", "2000", "--max-tokens", "100", "hello")
+    process = start(folder, *long, stdout=subprocess.PIPE, preexec_fn=heed)
     assert process.stderr is not None
     for line in process.stderr:
         if "KV cache" in line:

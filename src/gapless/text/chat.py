@@ -67,7 +67,7 @@ def check_token_ids(ids: object, vocab_size: int, name: str = "prompt_token_ids"
         if ids.ndim != 1:
             raise RequestError(f"{name} has shape {ids.shape}, not allowed: one dimension is")
         if ids.size and ids.dtype.kind not in "iu":
-            raise _bad_id(name, 0, ids[0], f"an integer is (the array is {ids.dtype})")
+            raise _bad_id(name, 0, ids[:1].tolist()[0], f"an integer is (the array is {ids.dtype})")
         array = ids
     elif isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
         # The set of types first: NumPy would turn [1, True] into integers without a word.
