@@ -194,7 +194,7 @@ def greedy(llm: LLM, prompts: Sequence[list[int]], new_tokens: int) -> list[list
 
 def score(model: Any, prompts: Sequence[list[int]], outputs: Sequence[list[int]], what: str) -> dict[str, Any]:
     """Gaps by transformers' forward in the model's dtype and in fp32."""
-    from rescore import rescore
+    from rescore import own_noise, rescore
 
     result: dict[str, Any] = {}
     own = rescore(model, prompts, outputs)
@@ -207,6 +207,8 @@ def score(model: Any, prompts: Sequence[list[int]], outputs: Sequence[list[int]]
             gaps = rescore(wide, prompts, outputs)
             print(f"{what}, reference in fp32: {gaps}", flush=True)
             result["fp32"] = gaps.to_dict()
+            result["reference_to_fp32"] = own_noise(model, wide, prompts, outputs)
+            print(f"{what}, the reference's own choices in fp32: max {result['reference_to_fp32']:.4f}", flush=True)
             del wide
         except torch.OutOfMemoryError:
             print(f"{what}: no memory for a copy in fp32")

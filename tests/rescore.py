@@ -40,6 +40,22 @@ class Gaps:
 
 
 @torch.no_grad()
+def own_noise(model: Any, wide: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> float:
+    """The largest gap of the reference's own choices, judged by the same model in more precision.
+
+    At each place of the same texts: the best logit of ``wide`` minus its logit of the token that ``model`` finds best.
+    """
+    device, largest = next(model.parameters()).device, 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([[*prompt, *output]], device=device)
+        options = {"input_ids": ids, "use_cache": False, "logits_to_keep": len(output) + 1}
+        choices = model(**options).logits[0, :-1].argmax(-1, keepdim=True)
+        logits = wide(**options).logits[0, :-1].float()
+        largest = max(largest, float((logits.amax(-1) - logits.gather(1, choices)[:, 0]).max()))
+    return largest
+
+
+@torch.no_grad()
 def rescore(model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Gaps:
     """Gaps of greedy ``outputs``.
 

@@ -133,5 +133,6 @@ def test_the_second_device() -> None:
     assert run(model, params, device="cuda:1") == truth
     assert run(model, params, device="cuda:1", enforce_eager=True) == truth
     assert torch.cuda.current_device() == 0
-    both = in_threads(2, lambda i: run(tiny("llama").to(f"cuda:{i}"), params, device=f"cuda:{i}"))
+    models = [tiny("llama").to(f"cuda:{i}") for i in range(2)]  # here, since making one seeds torch for all threads
+    both = in_threads(2, lambda i: run(models[i], params, device=f"cuda:{i}"))
     assert both == [truth, truth]
