@@ -108,8 +108,9 @@ def record(llm: gapless.LLM, load: Workload, verbose: bool) -> dict[str, Any]:
         report[f"{new_tokens or 'all'} new tokens"] = {"wall_s": walls[new_tokens], "steps": steps}
     print(f"  decode {1e3 * (walls[None] - walls[1]) / (load.output_lens[0] - 1):.3f} ms/step by wall")
     last = full[-1]
-    report["replays"] = engine.call(lambda: replays(engine._runner, recorder.last))
-    print(f"  a full step at context {last[2]} took {last[3]:.3f} ms; the last step replayed: {report['replays']}")
+    if engine._runner._captured:
+        report["replays"] = engine.call(lambda: replays(engine._runner, recorder.last))
+    print(f"  a full step at context {last[2]} took {last[3]:.3f} ms; the last step replayed: {report.get('replays')}")
     return report
 
 
@@ -119,18 +120,19 @@ def main() -> None:
     parser.add_argument("--workload", default="mid,long")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--block-sizes", default="16")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = random_model(args.shape, torch.device("cuda"), torch.bfloat16)
+    model = random_model(args.shape, torch.device(args.device), torch.bfloat16)
     loads = [workload(name) for name in args.workload.split(",")]
     longest = max(max(load.prompt_lens) + max(load.output_lens) for load in loads)
-    report: dict[str, Any] = {"environment": environment("cuda"), "shape": args.shape, "depth": args.depth}
+    report: dict[str, Any] = {"environment": environment(), "shape": args.shape, "depth": args.depth}
     for size in map(int, args.block_sizes.split(",")):
         options = {"max_num_seqs": max(len(load.prompt_lens) for load in loads), "max_model_len": longest}
         print(f"\n===== block_size {size}")
         options |= {"block_size": size, "pipeline_depth": args.depth, "check_model": False}
-        with gapless.LLM(model, device="cuda", **options) as llm:
+        with gapless.LLM(model, device=args.device, **options) as llm:
             report[f"blocks of {size}"] = {load.name: record(llm, load, args.verbose) for load in loads}
     if args.out:
         args.out.write_text(json.dumps(report) + "\n")

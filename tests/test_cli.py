@@ -33,7 +33,7 @@ def test_help_answers_at_once() -> None:
     times = []
     for _ in range(3):
         before = seconds()
-        command = [sys.executable, "-m", "gapless.cli", "--help"]
+        command = [sys.executable, "-m", "gapless", "--help"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         times.append(seconds() - before)
         assert "generate" in done.stdout

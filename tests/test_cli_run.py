@@ -173,7 +173,7 @@ def test_models_that_are_refused(capfd: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def start(folder: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gapless.cli", "generate", "--model", str(folder), *OPTIONS, *arguments]
+    command = [sys.executable, "-m", "gapless", "generate", "--model", str(folder), *OPTIONS, *arguments]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, **streams)
 
 

@@ -193,7 +193,8 @@ def test_triton_rope(
     torch.testing.assert_close(got, expected, rtol=error, atol=error * 4)
     torch.testing.assert_close(caches[0], caches[1], rtol=error, atol=error * 4)
     assert torch.equal(caches[0][1], caches[1][1])
-    if not norm and table is None and dtype != torch.float32 and not truncates(qkv):
+    # Not so on a GPU, whose compiler joins a product and a sum without rounding in between.
+    if not norm and table is None and dtype != torch.float32 and not truncates(qkv) and DEVICE == "cpu":
         assert torch.equal(got, expected)
         assert torch.equal(caches[0], caches[1])
 

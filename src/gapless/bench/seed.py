@@ -120,7 +120,7 @@ def _profiled(shape: str | None, model: str | None, load: Workload, row: dict[st
         what = ["--shape", shape] if shape else ["--model", str(model)]
         context = load.prompt_lens[0] + load.output_lens[0] // 2
         size = ["--batch", str(load.batch), "--prompt-len", str(context)]
-        command = [sys.executable, "-m", "gapless.cli", "trace", "run", *what, *size, "--depth", str(row["depth"])]
+        command = [sys.executable, "-m", "gapless", "trace", "run", *what, *size, "--depth", str(row["depth"])]
         command += ["--json", str(out), "--quiet"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

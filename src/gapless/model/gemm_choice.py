@@ -150,10 +150,12 @@ def candidates(product: Product) -> list[GemmConfig | None]:
             found += [GemmConfig(True, tall, 64, _split(n, k, tall, 64, 1), warps=8, stages=4, prefetch=256)]
         else:
             tall = 64 if small or product.op == "glu" else 128
+            # With 64 tokens the tiles of both halves of a gated product leave no room for a block ahead.
+            ahead = small and not (product.op == "glu" and rows > 32)
             found += [
                 GemmConfig(True, tall, 64, _split(n, k, tall, 64, 2), stages=5, prefetch=256),
                 GemmConfig(True, tall, 128, _split(n, k, tall, 128, 1), stages=4, prefetch=512),
-                GemmConfig(True, 64, 128, _split(n, k, 64, 128, 2), stages=4, preload=small, prefetch=256),
+                GemmConfig(True, 64, 128, _split(n, k, 64, 128, 2), stages=4, preload=ahead, prefetch=256),
             ]
     return [*found, None]
 

@@ -1,4 +1,4 @@
-"""``python -m gapless.cli`` is ``gapless``."""
+"""``python -m gapless`` is ``gapless``."""
 
 import sys
 
