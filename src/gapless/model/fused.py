@@ -15,7 +15,7 @@ Shape legend: T tokens, S sequences, H hidden size, F width of the MLP, V vocabu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,6 +102,7 @@ class FusedDecoder:
             ("residual add + RMSNorm", f"one kernel, {2 * layers + 1} times"),
             (f"RoPE{normed} + cache write", f"one kernel in {layers} layers"),
             ("SiLU * up", f"one kernel in {layers} layers"),
+            ("last layer of prompts", "after the cache write only for tokens whose logits are asked"),
         ]
         if self.small is not None:
             table.append((f"decode of up to {self.small.limit} tokens", "norms, residuals, SiLU inside the products"))
@@ -131,6 +132,7 @@ class FusedDecoder:
             self.small.forward(input_ids, positions, context, out)
             return
         ops, linear, eps = self._ops, self.linear, self._eps
+        all_asked = context.decode_only or len(logits_index) >= len(input_ids)
         residual = functional.embedding(input_ids, self._embedding)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
@@ -142,14 +144,28 @@ class FusedDecoder:
                 qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads, cache.shape[3],
                 layer.q_norm, layer.k_norm, eps,
             )  # fmt: skip
+            if layer is self._layers[-1] and not all_asked:
+                # Of the last layer only the cache is for all tokens; the rest is for those whose logits are asked.
+                q, residual = q.index_select(0, logits_index), residual.index_select(0, logits_index)
+                context = _ends_only(context)
             heads = self._attend(q, cache, context, layer.attention)
             x = linear(heads.flatten(1), layer.out, layer.out_bias)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up, None)), layer.down, None)
         x, _ = ops.add_rms_norm(x, residual, self._norm, eps)
-        if not context.decode_only:
+        if all_asked and not context.decode_only:
             x = x.index_select(0, logits_index)
         torch.mm(x, self._head.t(), out=out)
+
+
+def _ends_only(context: AttentionContext) -> AttentionContext:
+    """The same step as its sequences' last tokens alone see it, once every token's key and value is in the cache.
+
+    A padding sequence becomes one token that sees one place of the null block.
+    """
+    count, lens = len(context.seq_lens), context.seq_lens
+    starts = torch.arange(count + 1, dtype=torch.int32, device=lens.device)
+    return replace(context, query_start_loc=starts, seq_lens=lens.clamp(min=1), decode_only=True, scratch={})
 
 
 def fuse(
