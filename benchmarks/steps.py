@@ -31,7 +31,7 @@ class Recorder:
     """Keeps what each step of an engine took."""
 
     def __init__(self, engine: Engine) -> None:
-        self.steps: list[tuple[int, int, int, float, float]] = []
+        self.steps: list[tuple[int, int, int, float, float, float]] = []
         self._runner: Any = engine._runner
         wait = self._runner.wait
 
@@ -39,14 +39,15 @@ class Recorder:
             result = wait(step)
             plan = result.plan
             longest = int((plan.starts + plan.query_lens).max())
-            self.steps.append((plan.num_tokens, plan.num_seqs, longest, result.busy_ms, result.idle_ms))
+            host = 1e3 * engine.stats.host_work
+            self.steps.append((plan.num_tokens, plan.num_seqs, longest, result.busy_ms, result.idle_ms, host))
             self.last = plan
             return result
 
         self._runner.wait = recording
 
-    def stop(self) -> list[tuple[int, int, int, float, float]]:
-        """What was recorded: tokens, sequences, longest context, ms busy, ms idle before."""
+    def stop(self) -> list[tuple[int, int, int, float, float, float]]:
+        """Of each step: tokens, sequences, longest context, ms busy, ms idle before; ms that the host has worked so far."""
         del self._runner.wait
         return self.steps
 
@@ -95,15 +96,17 @@ def record(llm: gapless.LLM, load: Workload, verbose: bool) -> dict[str, Any]:
         print(f"  busy {sum(s[3] for s in steps) / 1e3:.4f} s, idle {sum(s[4] for s in steps[1:]) / 1e3:.4f} s")
         others = [s for s in steps if not s[0] == s[1] == load.batch]
         print(f"  other than full decode: {len(others)} steps, busy {sum(s[3] for s in others) / 1e3:.4f} s")
-        for t, s, context, busy, idle in others[: 40 if verbose else 0]:
+        for t, s, context, busy, idle, _ in others[: 40 if verbose else 0]:
             print(f"  {t:6} tokens {s:4} sequences, context {context:6}: busy {busy:8.3f} idle {idle:.4f} ms")
         eighth = max(1, len(full) // 8)
         for i in range(0, len(full), eighth):
             part = full[i : i + eighth]
             busy = [p[3] for p in part]
+            host = (part[-1][5] - part[0][5]) / max(1, len(part) - 1)
             print(
                 f"  decode, context {part[0][2]:6} to {part[-1][2]:6}: busy median {statistics.median(busy):.3f} "
-                f"min {min(busy):.3f} max {max(busy):.3f}, idle {1e3 * statistics.mean(p[4] for p in part):.1f} us"
+                f"min {min(busy):.3f} max {max(busy):.3f}, idle {1e3 * statistics.mean(p[4] for p in part):.1f} us, "
+                f"host {host:.3f} ms"
             )
         report[f"{new_tokens or 'all'} new tokens"] = {"wall_s": walls[new_tokens], "steps": steps}
     print(f"  decode {1e3 * (walls[None] - walls[1]) / (load.output_lens[0] - 1):.3f} ms/step by wall")
