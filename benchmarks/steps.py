@@ -47,7 +47,7 @@ class Recorder:
         self._runner.wait = recording
 
     def stop(self) -> list[tuple[int, int, int, float, float, float]]:
-        """Of each step: tokens, sequences, longest context, ms busy, ms idle before; ms that the host has worked so far."""
+        """Of each step: tokens, sequences, longest context, ms busy, ms idle before; ms of the host so far."""
         del self._runner.wait
         return self.steps
 
