@@ -110,3 +110,54 @@ def asynchronous(steps: int = 6, period: float = 1000.0) -> Trace:
         t.call("cudaEventSynchronize", host + 101, host + 949)
         t.range("gapless:commit", host + 950, host + 990)
     return t
+
+
+def kineto(steps: int = 20, error: float = 0.0, *, ranges: bool = True) -> Trace:
+    """Depth 2 as torch.profiler writes it on a GPU: the kernels of a graph have the launch's correlation and a node's
+    id, dependent launch lets neighbours overlap, and step ``i`` is launched while the device computes step ``i - 1``.
+
+    The engine's ranges are off by ``error`` at the begin, and less and less towards the end: two clocks that were tied
+    badly. A step is a forward of six kernels and a sample of two, 4,000 us in all; the device never pauses.
+    """
+    t = Trace()
+    for i in range(steps):
+        host, at = 4000.0 * i, 4000.0 * (i + 1)
+        off = error * (1 - i / steps)
+        if ranges:
+            t.range("gapless:launch", host + off, host + off + 300)
+            t.range("gapless:wait", host + off + 310, host + off + 3950)
+        t.copy(host + 50, host + 52, t.call("cudaMemcpyAsync", host + 30, host + 40))
+        for name, begin, end, count, start, length in (
+            ("gemm", host + 45, host + 145, 6, at, 3900.0),
+            ("argmax", host + 160, host + 205, 2, at + 3900, 100.0),
+        ):
+            link = t.call("cudaGraphLaunch", begin, end)
+            each = length / count
+            for node in range(count):
+                early = 0.2 * each if node else 0.0
+                t.span(
+                    "kernel", name, start + node * each - early, start + (node + 1) * each, (0, 7),
+                    **{"External id": 5000 + i, "queued": 0, "device": 0, "context": 1, "stream": 7,
+                       "correlation": link, "registers per thread": 128, "shared memory": 0, "priority": 0,
+                       "grid": [132, 1, 1], "block": [128, 1, 1], "graph id": 40, "graph node id": (40 << 32) + node},
+                )  # fmt: skip
+        t.copy(at + 4000, at + 4002, t.call("cudaMemcpyAsync", host + 230, host + 240), D2H, stream=24)
+        t.call("cudaEventSynchronize", host + 313, host + 3945)
+    return t
+
+
+def eager(steps: int = 12, layers: int = 4, period: float = 1000.0) -> Trace:
+    """An engine without graphs: every kernel is a launch of its own, and its host is slower than the device.
+
+    A step is an embedding, ``layers`` times (gemm, attention, gemm) of 20 us, a gemm and an argmax, each launched 10 us
+    before it runs; then nothing until the next period. Some steps copy a block more.
+    """
+    t = Trace()
+    for i in range(steps):
+        at = i * period
+        for name in ["embed", *["gemm", "attention", "gemm"] * layers, "gemm", "argmax"]:
+            t.kernel(at, at + 20, t.call("cudaLaunchKernel", at - 10, at - 5), name=name)
+            at += 25
+        if i % 3 == 0:
+            t.kernel(at, at + 1, t.call("cudaLaunchKernel", at - 10, at - 5), name="copy_block")
+    return t

@@ -24,7 +24,7 @@ import numpy as np
 
 from gapless.trace.causes import PREFIX, SYNC_CALL, Attribution, Host, attribute, is_pageable
 from gapless.trace.recording import KERNEL, Recording, Spans
-from gapless.trace.steps import Steps
+from gapless.trace.steps import COMPLETE, Steps
 
 THRESHOLD_US = 5.0
 PHASES = ("idle", "receive", "schedule", "launch", "fill", "wait", "commit", "publish")
@@ -144,6 +144,13 @@ def analyze(
     )
     if len(recording.devices) > 1:
         report.notes.append(f"the trace has devices {recording.devices}; this is of device {recording.device}")
+    if len(steps) and steps.share < COMPLETE:
+        report.notes.append(
+            f"{100 * (1 - steps.share):.1f} % of the kernel time belongs to no step ({steps.how}): step-busy and "
+            "activity span are too small; name the steps by --annotation or --launches-per-step"
+        )
+    if report.undisturbed_busy is not None and report.undisturbed_busy > 1:
+        report.notes.append("undisturbed is over 100 %: under the profiler the kernels took longer; read it as 100 %")
     return report, found
 
 

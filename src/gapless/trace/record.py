@@ -1,8 +1,7 @@
 """From a watched window to a Chrome trace file: on a GPU by ``torch.profiler``, on the CPU device by our own clock.
 
-The profiler runs on the loop's thread. Two empty ranges of its own, made at known times of ``perf_counter``, tie its
-clock to ours, so that the engine's phases go into its file as annotations ``gapless:<phase>``. With the profiler off
-none of this costs anything.
+The profiler runs on the loop's thread. Its clock is tied to ours (`gapless.trace.clock`), so that the engine's phases
+go into its file as annotations ``gapless:<phase>``. With the profiler off none of this costs anything.
 
 On the CPU device each piece of work of a stream is an event as a kernel or a copy would be, and the loop's wait is
 the call that blocks.
@@ -19,12 +18,15 @@ from typing import Any
 
 from gapless.client import EngineClient
 from gapless.device.base import Access, Stream
-from gapless.trace.causes import PREFIX
-from gapless.trace.chrome import TraceError, read_events
+from gapless.trace.causes import PREFIX, SYNC_CALL
+from gapless.trace.chrome import read_events
+from gapless.trace.clock import Clock, Span, by_marks, by_waits
 from gapless.trace.export import finish
 from gapless.trace.observe import Seen
+from gapless.trace.recording import CALLS
 
 MARK = "gapless:mark"
+MARKS = 8  # at each edge of a window
 Event = dict[str, Any]
 LOOP_NAME = "loop thread"
 KV_BLOCKS = "KV blocks"
@@ -44,12 +46,14 @@ class GpuRecorder:
         kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
         self._profile: Any = profiler.profile(activities=kinds, with_stack=stacks)
         self._warm = profiler.profile(activities=kinds)
-        self._marks: list[float] = []
+        self._marks: list[list[Span]] = []
 
     def prepare(self) -> None:
-        """One empty profile: starting the first takes the driver seconds."""
+        """A profile of nothing: starting the first takes the driver seconds, and so does the first range in it, ms."""
         self._warm.start()
+        self._mark()
         self._warm.stop()
+        self._marks.clear()
 
     def begin(self) -> None:
         self._profile.start()
@@ -60,39 +64,67 @@ class GpuRecorder:
         self._profile.stop()
 
     def _mark(self) -> None:
-        self._marks.append(time.perf_counter())
-        with self._range(MARK):
-            pass
+        edge = []
+        for _ in range(MARKS):
+            before = time.perf_counter()
+            with self._range(MARK):
+                pass
+            edge.append((before, time.perf_counter()))
+        self._marks.append(edge)
 
     def write(self, path: Path, seen: Seen) -> None:
         """The trace, with the engine's phases and counters."""
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "raw.json"
             self._profile.export_chrome_trace(str(raw))
-            marks, launches = list[Event](), list[Event]()
-            for event in read_events(raw):
-                if event.get("name") == MARK and event.get("cat") == "user_annotation":
-                    marks.append(event)
-                elif not launches and "GraphLaunch" in str(event.get("name")) and event.get("ph") == "X":
-                    launches.append(event)
-            if len(marks) < 2:
-                raise TraceError("the profiler lost the marks that tie its clock to the engine's")
-            # The thread under the name that the runtime's calls have: the loop's is the only one that replays graphs.
-            thread = ((launches or marks)[0]["pid"], (launches or marks)[0]["tid"])
-            clock = _clock(self._marks, [float(marks[0]["ts"]), float(marks[-1]["ts"])])
+            clock, thread = tie(read_events(raw), self._marks, seen)
             finish(itertools.chain(read_events(raw), phase_events(seen, thread, clock)), path)
 
 
-def _clock(ours: list[float], theirs: list[float]) -> Callable[[float], float]:
-    """From seconds of ``perf_counter`` to the profiler's microseconds."""
-    rate = (theirs[1] - theirs[0]) / (ours[1] - ours[0])
-    return lambda t: theirs[0] + (t - ours[0]) * rate
+def tie(events: Iterable[Event], marks: list[list[Span]], seen: Seen) -> tuple[Clock, tuple[Any, Any]]:
+    """The clock of a profile, and pid and tid of the loop's thread in it.
+
+    Args:
+        events: as the profiler wrote them.
+        marks: of ours at each edge, see `gapless.trace.clock.by_marks`.
+
+    Raises:
+        TraceError: the marks are not in the profile.
+    """
+    theirs: list[Span] = []
+    waits: dict[tuple[Any, Any], list[Span]] = {}
+    replays: tuple[Any, Any] | None = None
+    marked: tuple[Any, Any] = (0, 0)
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        name, lane = str(event.get("name")), (event.get("pid"), event.get("tid"))
+        if name == MARK and event.get("cat") == "user_annotation":
+            theirs.append(_span(event))
+            marked = lane
+        elif event.get("cat") in CALLS:
+            if SYNC_CALL.match(name):
+                waits.setdefault(lane, []).append(_span(event))
+            elif replays is None and "GraphLaunch" in name:
+                replays = lane
+    # The thread under the name that the runtime's calls have: the loop's is the only one that replays graphs.
+    thread = replays or marked
+    clock = by_marks(marks, sorted(theirs))
+    ours = [(start, end) for phase, start, end in seen.phases if phase == "wait"]
+    return by_waits(clock, ours, sorted(waits.get(thread, []))), thread
+
+
+def _span(event: Event) -> Span:
+    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))
 
 
 def phase_events(seen: Seen, thread: tuple[Any, Any], clock: Callable[[float], float]) -> Iterator[Event]:
     """The phases and counters of a window as events."""
     lane = {"pid": thread[0], "tid": thread[1]}
     yield {"ph": "M", "name": "thread_name", **lane, "args": {"name": LOOP_NAME}}
+    if isinstance(clock, Clock):
+        tied = {"waits": len(clock.at), "largest_correction_us": clock.largest_correction, "us_per_s": clock.rate}
+        yield {"ph": "M", "name": "gapless_clock", **lane, "args": tied}
     for phase, start, end in seen.phases:
         at = clock(start)
         yield {"ph": "X", "cat": "user_annotation", "name": PREFIX + phase, **lane, "ts": at, "dur": clock(end) - at}

@@ -2,7 +2,13 @@
 
 By an annotation: a step is what the host launched inside one range of that name. By graph launches: a step is ``n``
 launches in a row, where ``n`` is the smallest period in their numbers of nodes; it begins after the host's longest
-pause. Without either a profile has no steps, and figures are of its whole span.
+pause. By repetition, for an engine without graphs: a step is the distance at which some kernel comes every time; it
+begins after the device's longest pause. Without any of these a profile has no steps, and figures are of its whole span.
+
+Work belongs to a step by the call that launched it, not by its time: with several steps in flight a launch lies far
+before its kernels, and the next launch as well. So a range that misses a launch loses its kernels. `Steps.share` says
+how much of the window's kernel time has been given to a step; the engine's own ranges are not believed when it is too
+little.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ from gapless.trace.recording import KERNEL, Recording
 OWN_ANNOTATION = "gapless:launch"
 LONGEST_PERIOD = 256
 FIT = 0.9  # share of launches that must repeat, for a period to be one
+COMPLETE = 0.99  # share of kernel time that must belong to steps
+CYCLES = 4  # occurrences, for the distance between them to be a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class Steps:
         periods: whole steps in the window. 1 if there is one step only, or none.
         window: us, on the device.
         host_window: us, of the calls that launched it.
+        share: of the kernel time that began in the window, what belongs to a step.
     """
 
     how: str
@@ -43,6 +52,7 @@ class Steps:
     periods: int
     window: tuple[float, float]
     host_window: tuple[float, float]
+    share: float = 1.0
 
     def __len__(self) -> int:
         return len(self.begin)
@@ -67,10 +77,19 @@ def find_steps(
         return _whole(recording, f"{count} steps, as given", count)
     if annotation is not None:
         return _by_annotation(recording, annotation)
+    found = None
     if launches_per_step is None and OWN_ANNOTATION in recording.names:
         with contextlib.suppress(TraceError):  # the profile may not tie the launches to the ranges
-            return _by_annotation(recording, OWN_ANNOTATION)
-    return _by_launches(recording, launches_per_step)
+            found = _by_annotation(recording, OWN_ANNOTATION)
+            if found.share >= COMPLETE:
+                return found
+    try:
+        other = _by_launches(recording, launches_per_step)
+    except TraceError:
+        if found is None:
+            raise
+        return found
+    return found if found is not None and found.share >= other.share else other
 
 
 def _by_annotation(recording: Recording, name: str) -> Steps:
@@ -99,7 +118,9 @@ def _by_launches(recording: Recording, per_step: int | None) -> Steps:
     nodes = dict(zip(links.tolist(), counts.tolist(), strict=True))
     launches = launches.pick(np.isin(launches.link, links) & (launches.link >= 0))
     if len(launches) < 2:
-        return _whole(recording, "no steps found: fewer than two graph launches and no annotation given", 1)
+        return _by_repetition(recording) or _whole(
+            recording, "no steps found: fewer than two graph launches, nothing that repeats, no annotation given", 1
+        )
     sizes = np.array([nodes[link] for link in launches.link.tolist()])
     period = per_step or _period(sizes)
     pause = launches.start - np.concatenate(([launches.start[0]], launches.end[:-1]))
@@ -121,10 +142,57 @@ def _period(sizes: I64) -> int:
     return 1
 
 
-def _steps(recording: Recording, step_of_link: dict[int, int], host_begin: F64, how: str) -> Steps:
+def _by_repetition(recording: Recording) -> Steps | None:
+    """The shortest distance at which a kernel, or a pair of neighbours, comes again every time. None if nothing does.
+
+    What comes once a layer does not: its distance is another one where a step ends. What comes in every second step
+    only has a longer distance. Kernels of the busiest stream count.
+    """
     work = recording.work
-    step_of = np.array([step_of_link.get(link, -1) for link in work.link.tolist()], np.int64)
-    count = len(host_begin)
+    rows = np.flatnonzero(work.kind == KERNEL)
+    if len(rows) < CYCLES:
+        return None
+    rows = rows[work.lane[rows] == np.bincount(work.lane[rows]).argmax()]
+    names = work.name[rows].astype(np.int64)
+    pairs = names[:-1] * len(recording.names) + names[1:]
+    found = []
+    for sequence in (names, pairs):
+        order = np.argsort(sequence, kind="stable")
+        for places in np.split(order, np.flatnonzero(np.diff(sequence[order])) + 1):
+            if len(places) < CYCLES:
+                continue
+            apart = np.diff(places)
+            distance = int(np.median(apart))
+            slack = max(min(distance // 8, 1), 0.02 * distance)  # a kernel more now and then, but not of few
+            unsteady = np.count_nonzero(np.abs(apart - distance) > slack)
+            if distance > 1 and unsteady <= 1 and len(places) * distance >= 0.8 * len(names):
+                found.append((distance, places))
+    distances = [distance for distance, _ in found]
+    shared = [(d, places) for d, places in found if distances.count(d) > 1]  # one alone may be chance
+    if not shared:
+        return None
+    distance, marks = min(shared, key=lambda item: item[0])
+    reach = np.maximum.accumulate(work.end[rows])
+    pause = np.maximum(work.start[rows][1:] - reach[:-1], 0.0)  # before kernel 1, 2, ...
+    at = marks[:, None] + np.arange(distance) - 1
+    before = np.where((at >= 0) & (at < len(pause)), pause[np.clip(at, 0, len(pause) - 1)], np.nan)
+    firsts = marks + int(np.argmax(np.nanmedian(before, axis=0)))
+    firsts = firsts[firsts < len(rows)]
+    step_of = np.full(len(work), -1, np.int64)
+    step_of[rows] = np.searchsorted(firsts, np.arange(len(rows)), side="right") - 1
+    launched = dict(zip(recording.calls.link.tolist(), recording.calls.start.tolist(), strict=True))
+    begun = rows[firsts]
+    host = [launched.get(k, t) for k, t in zip(work.link[begun].tolist(), work.start[begun].tolist(), strict=True)]
+    return _numbered(recording, step_of, np.array(host), f"{distance} kernels that repeat")
+
+
+def _steps(recording: Recording, step_of_link: dict[int, int], host_begin: F64, how: str) -> Steps:
+    step_of = np.array([step_of_link.get(link, -1) for link in recording.work.link.tolist()], np.int64)
+    return _numbered(recording, step_of, host_begin, how)
+
+
+def _numbered(recording: Recording, step_of: I64, host_begin: F64, how: str) -> Steps:
+    work, count = recording.work, len(host_begin)
     begin, end = np.full(count, np.inf), np.full(count, -np.inf)
     for rows in ((step_of >= 0) & (work.kind == KERNEL), step_of >= 0):  # a step without kernels counts by its copies
         bare = np.isinf(begin)
@@ -139,7 +207,11 @@ def _steps(recording: Recording, step_of_link: dict[int, int], host_begin: F64, 
     if len(kept) < 2 or begin[-1] <= begin[0]:
         raise TraceError(f"fewer than two steps, by {how}, started work on the device")
     window, host = (float(begin[0]), float(begin[-1])), (float(host_begin.min()), float(host_begin.max()))
-    return Steps(how, step_of, begin, end, host_begin, len(kept) - 1, window, host)
+    kernels = (work.kind == KERNEL) & (work.start >= begin[0]) & (work.start < begin[-1])
+    lengths = work.end - work.start
+    total, given = (float(lengths[rows].sum()) for rows in (kernels, kernels & (step_of >= 0)))
+    share = given / total if total else 1.0
+    return Steps(how, step_of, begin, end, host_begin, len(kept) - 1, window, host, share)
 
 
 def _whole(recording: Recording, how: str, periods: int) -> Steps:
@@ -147,4 +219,4 @@ def _whole(recording: Recording, how: str, periods: int) -> Steps:
     window = (float(work.start[0]), float(work.end.max()))
     host = (min(window[0], float(calls.start[0])), window[1]) if len(calls) else window
     step_of = np.full(len(work), -1, np.int64)
-    return Steps(how, step_of, np.zeros(0), np.zeros(0), np.zeros(0), periods, window, host)
+    return Steps(how, step_of, np.zeros(0), np.zeros(0), np.zeros(0), periods, window, host, share=0.0)
