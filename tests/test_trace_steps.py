@@ -127,6 +127,24 @@ def test_steps_of_an_engine_without_graphs() -> None:
     assert not r.notes
 
 
+def test_kernels_beside_the_graphs_belong_to_their_step() -> None:
+    """A graph, then a sampler of single kernels; a wait; then the next step's input is built by a kernel."""
+    t = Trace()
+    for i in range(10):
+        at = 1000.0 * i
+        t.kernel(at + 10, at + 40, t.call("cudaLaunchKernel", at, at + 5), name="build")
+        t.graph(at + 50, at + 60, [(at + 60, at + 300), (at + 302, at + 600)])
+        for k in range(2):
+            start = at + 610 + 50 * k
+            t.kernel(start, start + 45, t.call("cudaLaunchKernel", at + 70 + k, at + 70.5 + k), name="sample")
+        t.call("cudaStreamSynchronize", at + 80, at + 710)
+    r = report_of(t)
+    assert r.steps_found_by == "1 graph launch a step, and what lies between"
+    assert r.activity_span_ms_per_step == approx((0.645 + 8 * 0.695) / 9)  # what precedes the first graph is unknown
+    assert r.steps == 9
+    assert not r.notes
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_that_repeats_is_no_step(seed: int) -> None:
     rng = random.Random(seed)

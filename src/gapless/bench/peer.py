@@ -86,9 +86,9 @@ class Peer:
                 self._manager = manager = None
                 free()
 
-    def measure(self) -> Figures:
-        """As `gapless.bench.measure.measure`."""
-        load = self._load
+    def measure(self, load: Workload | None = None) -> Figures:
+        """As `gapless.bench.measure.measure`; of a part of the workload, if one is given."""
+        load = load or self._load
         prefill = self.run(load, 1, new_tokens=1)[0] if load.uniform else None
         self.steps = 0
         wall, tokens = self.run(load, 0)
@@ -123,6 +123,10 @@ class Peer:
         if tokens != expected:
             raise CommandError(f"{self.name} made {tokens} tokens, not {expected}")
         return wall, tokens
+
+    def finished_any(self) -> bool:
+        """Whether a request has ended that nobody has collected."""
+        return self._manager.get_result(timeout=0.001) is not None
 
     def collect(self, requests: Sequence[str]) -> int:
         """Wait for all of them; their new tokens."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gapless.trace.observe import Window
 
 ENGINES = ("gapless", "transformers-sync", "transformers-async")
-TAIL, PEER_TAIL = 24, 100
+TAIL, PEER_TAIL = 24, 300
 logger = logging.getLogger("gapless")
 
 
@@ -156,18 +156,20 @@ def _record_peer(subject: Subject, load: Workload, arguments: argparse.Namespace
     kinds = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if cuda else [])]
     mode = arguments.engine.removeprefix("transformers-")
     with Peer(subject, load, mode, arguments.peer_attention).started() as peer:
-        figures = peer.measure()
+        figures = peer.measure(load.limited(arguments.skip + arguments.window))
         step_ms = float(figures.decode_ms_per_step or 0.0)
         before = (figures.prefill_s or 0.0) + 1e-3 * step_ms * arguments.skip
         with profiler.profile(activities=kinds):
             pass
         profile: Any = profiler.profile(activities=kinds, with_stack=arguments.stacks)
-        waiting = peer.submit(load, 2)
+        peer.submit(load, 2)
         time.sleep(before)
         profile.start()
         time.sleep(1e-3 * step_ms * arguments.window)
+        idle = peer.finished_any()
         profile.stop()
-        peer.collect(waiting)
+        if cuda and idle:
+            raise CommandError("the peer's requests ended before the window did: lower --window or --skip")
     raw = path.with_name(path.name + ".raw.json")
     try:
         profile.export_chrome_trace(str(raw))
@@ -175,5 +177,3 @@ def _record_peer(subject: Subject, load: Workload, arguments: argparse.Namespace
     finally:
         raw.unlink(missing_ok=True)
     return step_ms
-
-

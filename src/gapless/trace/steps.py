@@ -130,8 +130,30 @@ def _by_launches(recording: Recording, per_step: int | None) -> Steps:
     whole = (group >= 0) & (np.arange(len(launches)) < first + period * ((len(launches) - first) // period))
     step_of_link = dict(zip(launches.link[whole].tolist(), group[whole].tolist(), strict=True))
     starts = launches.start[first::period][: int(group[whole].max()) + 1] if whole.any() else launches.start[:0]
-    plural = "" if period == 1 else "es in a row"
-    return _steps(recording, step_of_link, starts, f"{period} graph launch{plural} a step")
+    how = f"{period} graph launch{'' if period == 1 else 'es in a row'} a step"
+    found = _steps(recording, step_of_link, starts, how)
+    if found.share >= COMPLETE or not whole.any():
+        return found
+    lasts = launches.end[first + period - 1 :: period][: len(starts)]
+    return _with_single_launches(recording, starts, lasts, int(launches.lane[first]), how + ", and what lies between")
+
+
+def _with_single_launches(recording: Recording, starts: F64, lasts: F64, lane: int, how: str) -> Steps:
+    """Kernels outside of the graphs as well. Between two steps' graphs the host's longest pause divides them.
+
+    Args:
+        starts, lasts: begin of each step's first graph launch, end of its last.
+        lane: the thread that launches.
+    """
+    calls = recording.calls
+    mine = calls.pick((calls.lane == lane) & np.isin(calls.link, recording.work.link) & (calls.link >= 0))
+    begins = starts.copy()
+    for step in range(1, len(starts)):
+        inside = (mine.start >= lasts[step - 1]) & (mine.start <= starts[step])
+        reach = np.concatenate(([lasts[step - 1]], mine.end[inside][:-1]))
+        begins[step] = mine.start[inside][int(np.argmax(mine.start[inside] - reach))]
+    step = np.searchsorted(begins, mine.start, side="right") - 1
+    return _steps(recording, dict(zip(mine.link.tolist(), step.tolist(), strict=True)), begins, how)
 
 
 def _period(sizes: I64) -> int:
@@ -194,11 +216,10 @@ def _steps(recording: Recording, step_of_link: dict[int, int], host_begin: F64, 
 def _numbered(recording: Recording, step_of: I64, host_begin: F64, how: str) -> Steps:
     work, count = recording.work, len(host_begin)
     begin, end = np.full(count, np.inf), np.full(count, -np.inf)
-    for rows in ((step_of >= 0) & (work.kind == KERNEL), step_of >= 0):  # a step without kernels counts by its copies
-        bare = np.isinf(begin)
-        rows = rows & bare[np.maximum(step_of, 0)]
-        np.minimum.at(begin, step_of[rows], work.start[rows])
-        np.maximum.at(end, step_of[rows], work.end[rows])
+    kernels = (step_of >= 0) & (work.kind == KERNEL)
+    rows = kernels if kernels.any() else step_of >= 0  # a copy alone is a step where no step has a kernel
+    np.minimum.at(begin, step_of[rows], work.start[rows])
+    np.maximum.at(end, step_of[rows], work.end[rows])
     kept = np.flatnonzero(np.isfinite(begin))  # a step that launched nothing is none
     kept = kept[np.argsort(begin[kept], kind="stable")]
     number = np.full(count + 1, -1, np.int64)
@@ -207,9 +228,9 @@ def _numbered(recording: Recording, step_of: I64, host_begin: F64, how: str) -> 
     if len(kept) < 2 or begin[-1] <= begin[0]:
         raise TraceError(f"fewer than two steps, by {how}, started work on the device")
     window, host = (float(begin[0]), float(begin[-1])), (float(host_begin.min()), float(host_begin.max()))
-    kernels = (work.kind == KERNEL) & (work.start >= begin[0]) & (work.start < begin[-1])
+    begun = (work.kind == KERNEL) & (work.start >= begin[0]) & (work.start < begin[-1])
     lengths = work.end - work.start
-    total, given = (float(lengths[rows].sum()) for rows in (kernels, kernels & (step_of >= 0)))
+    total, given = (float(lengths[rows].sum()) for rows in (begun, begun & (step_of >= 0)))
     share = given / total if total else 1.0
     return Steps(how, step_of, begin, end, host_begin, len(kept) - 1, window, host, share)
 
