@@ -25,11 +25,13 @@ class Seen:
         phases: name, start and end of each, in the order of their ends; ``fill`` lies within ``launch``.
         counters: time, and running, waiting and blocks in use.
         step_ms: between the ends of the waits of the first and the last step of the window, per step.
+        step_busy: the device's share of busy time over the same steps, by the engine's own events.
     """
 
     phases: list[Phase] = field(default_factory=list)
     counters: list[tuple[float, int, int, int]] = field(default_factory=list)
     step_ms: float = 0.0
+    step_busy: float = 0.0
 
 
 class Window:
@@ -60,6 +62,7 @@ class Window:
         self._steady = 0
         self._computed = 0
         self._waits: list[float] | None = None  # ends of the window's waits; None before the window
+        self._before = (0.0, 0.0)  # busy and idle seconds after its first wait
 
     def __call__(self, phase: str, start: float, end: float) -> None:
         if self.done.is_set():
@@ -75,7 +78,12 @@ class Window:
         now = self._scheduler.snapshot()
         if self._waits is not None:
             self.seen.counters.append((time, now.running, now.waiting, now.blocks_used))
+            stats = self._client._engine.stats
+            if len(self._waits) == 1:
+                self._before = (stats.busy, stats.idle_host)
             if len(self._waits) > self._steps:
+                busy, idle = stats.busy - self._before[0], stats.idle_host - self._before[1]
+                self.seen.step_busy = busy / (busy + idle) if busy + idle else 0.0
                 self.seen.step_ms = 1e3 * (self._waits[-1] - self._waits[0]) / (len(self._waits) - 1)
                 self._end()
                 self.done.set()

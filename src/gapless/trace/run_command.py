@@ -75,12 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{subject.name}, {load.batch} requests at a context of {load.prompt_lens[0]} and more, {what}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(arguments.keep or Path(folder) / "trace.json")
+        step_busy = None
         if arguments.engine == "gapless":
-            step_ms = _record_own(subject, load, depths[0], arguments, path)
+            step_ms, step_busy = _record_own(subject, load, depths[0], arguments, path)
         else:
             step_ms = _record_peer(subject, load, arguments, path)
-        print(f"step without a profiler: {step_ms:.3f} ms", flush=True)
+        by_events = "" if step_busy is None else f", step-busy {100 * step_busy:.2f} % by events on the device"
+        print(f"without a profiler: {step_ms:.3f} ms a step{by_events}", flush=True)
         extra = {"environment": about, "model": subject.name, "workload": load.name, "batch": load.batch}
+        extra |= {"step_busy_by_events": step_busy}
         extra |= {"context": load.prompt_lens[0], "depth": depths[0], "engine": arguments.engine}
         explain(path, arguments, step_ms, floor=_floor(subject, load), extra=extra)
         if arguments.keep:
@@ -113,7 +116,10 @@ def _window_load(arguments: argparse.Namespace, named: Workload | None, subject:
     return replace(load, vocab=min(load.vocab, subject.model.config.vocab_size))
 
 
-def _record_own(subject: Subject, load: Workload, depth: int, arguments: argparse.Namespace, path: Path) -> float:
+def _record_own(
+    subject: Subject, load: Workload, depth: int, arguments: argparse.Namespace, path: Path
+) -> tuple[float, float]:
+    """Milliseconds of a step and step-busy, both without a profiler."""
     from gapless.bench.measure import warm
     from gapless.trace.record import CpuRecorder, GpuRecorder
 
@@ -124,7 +130,7 @@ def _record_own(subject: Subject, load: Workload, depth: int, arguments: argpars
         client._engine.call(recorder.prepare)
         watched = _windowed(client, load, arguments, salt=1, begin=recorder.begin, end=recorder.end)
         recorder.write(path, watched.seen)
-    return plain.seen.step_ms
+    return plain.seen.step_ms, plain.seen.step_busy
 
 
 def _windowed(

@@ -152,8 +152,8 @@ def _with_single_launches(recording: Recording, starts: F64, lasts: F64, lane: i
         inside = (mine.start >= lasts[step - 1]) & (mine.start <= starts[step])
         reach = np.concatenate(([lasts[step - 1]], mine.end[inside][:-1]))
         begins[step] = mine.start[inside][int(np.argmax(mine.start[inside] - reach))]
-    step = np.searchsorted(begins, mine.start, side="right") - 1
-    return _steps(recording, dict(zip(mine.link.tolist(), step.tolist(), strict=True)), begins, how)
+    numbers = np.searchsorted(begins, mine.start, side="right") - 1
+    return _steps(recording, dict(zip(mine.link.tolist(), numbers.tolist(), strict=True)), begins, how)
 
 
 def _period(sizes: I64) -> int:
