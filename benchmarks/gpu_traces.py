@@ -98,7 +98,7 @@ def trace(session: Session, name: str, words: list[str], limit: float) -> None:
     """One ``gapless trace run``, with everything that it can write."""
     out = session.out
     kept = out / f"{name}.trace.json.gz"
-    command = [sys.executable, "-m", "gapless.cli", "trace", "run", *words, "--quiet"]
+    command = [sys.executable, "-m", "gapless", "trace", "run", *words, "--quiet"]
     command += ["--json", str(out / f"{name}.json"), "--html", str(out / f"{name}.html"), "--keep", str(kept)]
     command += ["--picture-steps", str(PICTURE_STEPS)]
     with contextlib.suppress(ImportError):
@@ -176,7 +176,7 @@ def syncs(session: Session, args: argparse.Namespace) -> None:
     for name, program in examples().items():
         script = session.out / f"{name}.py"
         script.write_text(program)
-        command = [sys.executable, "-m", "gapless.cli", "trace", "syncs", "--", str(script)]
+        command = [sys.executable, "-m", "gapless", "trace", "syncs", "--", str(script)]
         if session.run(f"syncs-{name}", command, args.limit):
             session.summary[f"syncs-{name}"]["said"] = (session.out / f"syncs-{name}.txt").read_text().strip()
 

@@ -19,7 +19,7 @@ LAYERS = [
     {"model", "attention", "sampling"},
     {"pipeline"},
     {"engine", "build"},
-    {"client", "llm", "async_llm", "text", "cli", "__main__"},
+    {"client", "llm", "async_llm", "pace", "text", "cli", "__main__"},
     {"bench", "trace", "server", "verify"},
 ]
 """From the bottom up. A module or package that is not here fails the test: give it its place."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from gapless.errors import EngineClosedError, EngineDeadError
@@ -66,6 +66,17 @@ class EngineStats:
     idle_host: float = 0.0
     idle_no_work: float = 0.0
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Seconds in which no step ran, by cause: every field that begins with ``idle_``, without that."""
+        return {f.name.removeprefix("idle_"): getattr(self, f.name) for f in fields(self) if f.name.startswith("idle_")}
+
+    @property
+    def busy_share(self) -> float:
+        """The device's busy share of the time in which there were requests, 0 to 1; 1 before the first step."""
+        wanted = self.busy + sum(self.idle.values()) - self.idle_no_work
+        return self.busy / wanted if wanted else 1.0
 
     @property
     def host_work(self) -> float:

@@ -12,6 +12,7 @@ from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError, naming_prompt
+from gapless.pace import INTERVAL, Pace
 from gapless.request import RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
@@ -87,7 +88,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
-        collector = _Collector(len(prompts), use_tqdm)
+        collector = _Collector(len(prompts), Pace(self._client.stats) if use_tqdm else None)
         groups = self._client.submit(
             [
                 Submission(p, s, collector.output(i), collector.error)
@@ -159,16 +160,16 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 class _Collector:
     """Gathers the final outputs of one call. Filled by the output thread, waited for by the caller."""
 
-    def __init__(self, count: int, use_tqdm: bool) -> None:
+    def __init__(self, count: int, pace: Pace | None) -> None:
         self._outputs: list[RequestOutput | None] = [None] * count
         self._left = count
-        self._tokens = 0
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._pace = pace
         self._bar: Any = None
         if count == 0:
             self._done.set()
-        elif use_tqdm:
+        elif pace is not None:
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=count, desc="requests", dynamic_ncols=True)
@@ -178,9 +179,6 @@ class _Collector:
             self._outputs[index] = output
             self._left -= 1
             if self._bar is not None:
-                self._tokens += sum(len(c.token_ids) for c in output.outputs)
-                elapsed = self._bar.format_dict["elapsed"] or 1e-9
-                self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} tokens/s", refresh=False)
                 self._bar.update()
             if self._left == 0:
                 self._done.set()
@@ -192,7 +190,10 @@ class _Collector:
         self._done.set()
 
     def wait(self) -> list[RequestOutput]:
-        self._done.wait()
+        while not self._done.wait(None if self._bar is None else INTERVAL):
+            self._bar.set_postfix_str(str(self._pace))
+        if self._bar is not None:
+            self._bar.set_postfix_str(str(self._pace))
         if isinstance(self._error, EngineClosedError):
             raise EngineClosedError(str(self._error)) from self._error
         if self._error is not None:

@@ -52,7 +52,7 @@ def max_updates(config: EngineConfig, layout: RowLayout) -> int:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start, but for the last three, which are of now."""
+    """Counters since the start, but for the last four, which are of now."""
 
     steps: int = 0
     tokens_computed: int = 0
@@ -65,6 +65,12 @@ class SchedulerStats:
     running: int = 0
     waiting: int = 0
     blocks_used: int = 0
+    blocks_total: int = 0
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV pool that requests hold, 0 to 1. Blocks that only the prefix cache keeps are free."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
 
 class Scheduler:
@@ -484,6 +490,7 @@ class Scheduler:
         stats = self.stats
         stats.running = len(self._running)
         stats.waiting = len(self._waiting) + len(self._preempted)
+        stats.blocks_total = self.pool.capacity
         stats.blocks_used = self.pool.capacity - self.pool.available
         return stats
 

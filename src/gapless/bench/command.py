@@ -134,6 +134,10 @@ def make_subject(arguments: argparse.Namespace, options: dict[str, Any]) -> Subj
     from gapless.bench.sweep import Subject
     from gapless.build import resolve_device
 
+    if arguments.quiet:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
     device = resolve_device(options.get("device", "auto"))
     dtype = options.get("dtype", "auto")
     if arguments.model is None and arguments.shape is None:

@@ -21,6 +21,7 @@ from gapless.cli.parser import CommandError, Parser, UsageError
 from gapless.cli.prompts import Job, jobs_from_arguments, jobs_from_file
 from gapless.config import EngineConfig
 from gapless.errors import EngineDeadError, RequestError
+from gapless.pace import INTERVAL, Pace
 from gapless.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -183,16 +184,18 @@ def _batch(client: EngineClient, jobs: list[Job], writer: Writer, beside: IO[str
     from tqdm import tqdm
 
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    start, tokens = time.perf_counter(), 0
+    start, tokens, shown = time.perf_counter(), 0, 0.0
+    pace = Pace(client.stats)
     _submit(client, jobs, inbox, "final")
     with tqdm(total=len(jobs), desc="requests", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         for _ in jobs:
             index, output = _take(inbox)
             tokens += sum(len(completion.token_ids) for completion in output.outputs)
-            rate = tokens / (time.perf_counter() - start)
             with tqdm.external_write_mode(file=beside, nolock=False):
                 writer.put(index, output)
-            bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
+            if not bar.disable and time.perf_counter() - shown > INTERVAL:
+                bar.set_postfix_str(str(pace), refresh=False)
+                shown = time.perf_counter()
             bar.update()
     seconds = time.perf_counter() - start
     rate = tokens / seconds
