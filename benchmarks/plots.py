@@ -14,14 +14,38 @@ ROOT = Path(__file__).parent.parent
 QUIET, NOISY, INK, GRID = "#3b6ea5", "#d1793b", "#333333", "#dddddd"
 
 
-def disturbance(result: dict[str, Any], target: Path) -> None:
-    """Decode time per step at each depth, undisturbed and with every core busy."""
+def _style() -> Any:
+    """matplotlib's pyplot, writing SVG that does not change from run to run."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     matplotlib.rcParams.update({"svg.hashsalt": "gapless", "font.size": 10, "text.color": INK, "axes.edgecolor": INK})
+    return pyplot
+
+
+def _bare(axes: Any, lines: str = "both", sides: tuple[str, ...] = ("top", "right")) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(axis=lines, color=GRID, linewidth=0.8)
+    for side in sides:
+        axes.spines[side].set_visible(False)
+
+
+def _where(result: dict[str, Any]) -> str:
+    gpu: str = result["environment"]["gpu"]
+    return result["environment"]["cpu"] if gpu == "none" else gpu
+
+
+def _save(pyplot: Any, figure: Any, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    figure.savefig(target, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def disturbance(result: dict[str, Any], target: Path) -> None:
+    """Decode time per step at each depth, undisturbed and with every core busy."""
+    pyplot = _style()
     times = {(r["depth"], r["disturbed"]): r["decode_ms_per_step"] for r in result["figures"]}
     depths = sorted({depth for depth, _ in times})
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -51,12 +75,70 @@ def disturbance(result: dict[str, Any], target: Path) -> None:
         fontsize=10,
     )
     axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=9)
-    target.parent.mkdir(exist_ok=True)
-    figure.savefig(target, metadata={"Date": None})
-    pyplot.close(figure)
+    _save(pyplot, figure, target)
 
 
-PLOTS = {"disturbance": disturbance}
+NAMES = {
+    "decode_ms": ("ms per decode step", 1.0),
+    "host_ms": ("host, ms per step", 1.0),
+    "prompt_s": ("prompt, ms", 1e3),
+}
+AXES = {"requests": "requests", "layers": "layers of a narrow model", "context": "tokens of context, one request"}
+
+
+def growth(result: dict[str, Any], target: Path) -> None:
+    """Each curve's points, and its laws as lines."""
+    import numpy as np
+
+    pyplot = _style()
+    curves = result["curves"]
+    size = (3.6 * len(curves), 3.4)
+    figure, panels = pyplot.subplots(1, len(curves), figsize=size, layout="constrained", squeeze=False)
+    for axes, (name, curve) in zip(panels[0], curves.items(), strict=True):
+        n = np.array([p["n"] for p in curve["points"]], float)
+        dense = np.geomspace(n.min(), n.max(), 200)
+        for (key, law), colour in zip(curve["laws"].items(), (QUIET, NOISY), strict=False):
+            label, scale = NAMES[key]
+            line = law["a"] + law.get("b", 0.0) * dense + law.get("c", 0.0) * dense**2
+            axes.plot(dense, scale * line, color=colour, linewidth=1.2, zorder=1)
+            label = f"{label}; law {law['law']}, worst point {100 * law['worst']:.0f} % off"
+            axes.plot(n, [scale * p[key] for p in curve["points"]], "o", color=colour, markersize=4.5, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(AXES[name])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+            axis.set_minor_formatter(lambda value, _: "")
+        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0, 1.2))
+        _bare(axes)
+    figure.suptitle(f"{result['shape']}, depth {result['depth']}: {_where(result)}", fontsize=10)
+    _save(pyplot, figure, target)
+
+
+def mixed_load(result: dict[str, Any], target: Path) -> None:
+    """Time to the first token and between tokens at each depth: median, 90th and 99th percentile."""
+    pyplot = _style()
+    rows, load = result["figures"], result["load"]
+    figure, panels = pyplot.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
+    for axes, key, title in zip(
+        panels, ("ttft_ms", "itl_ms"), ("to the first token, ms", "between tokens, ms"), strict=True
+    ):
+        for i, (name, colour) in enumerate((("p50", QUIET), ("p90", "#7aa6d1"), ("p99", NOISY))):
+            bars = axes.bar([x + 0.27 * (i - 1) for x in range(len(rows))], [r[key][name] for r in rows], 0.25,
+                            color=colour, label=name)  # fmt: skip
+            axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+        axes.set_xticks(range(len(rows)), [f"depth {r['depth']}\nbusy {100 * r['step_busy']:.1f} %" for r in rows])
+        axes.set_title(title, fontsize=10)
+        axes.margins(y=0.15)
+        axes.tick_params(length=0)
+        _bare(axes, "y", ("top", "right", "left"))
+    panels[0].legend(frameon=False, fontsize=9, ncols=3)
+    what = f"{load['prompt_len']} + {load['output_len']} tokens, {load['rate']:g} requests a second, {load['arrivals']}"
+    figure.suptitle(f"{load['shape']}, {what}: {_where(result)}", fontsize=10)
+    _save(pyplot, figure, target)
+
+
+PLOTS = {"disturbance": disturbance, "growth": growth, "mixed_load": mixed_load}
 
 
 def main() -> None:

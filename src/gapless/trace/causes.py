@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +84,16 @@ class Attribution:
     gaps: list[Gap]
 
 
+@cache
+def _of_a_library(frame: str) -> bool:
+    return LIBRARY_FRAME.search(frame) is not None
+
+
+@cache
+def _waits(frame: str) -> bool:
+    return WAITING_FRAME.search(frame) is not None
+
+
 def is_pageable(name: str) -> bool:
     """A copy from or to host memory that is not pinned: the host is blocked meanwhile."""
     return "Pageable" in name
@@ -106,7 +117,7 @@ class Host:
 
     def launch_of(self, link: int) -> int:
         """The row of the call that launched a piece of work; -1 if the profile does not have it."""
-        at = int(np.searchsorted(self._links, link))
+        at = int(self._links.searchsorted(link))
         return int(self._rows[at]) if link >= 0 and at < len(self._links) and self._links[at] == link else -1
 
     def _of(self, what: str, spans: Spans, lane: int) -> tuple[Spans, Nested]:
@@ -131,7 +142,7 @@ class Host:
         """The innermost Python function outside of the libraries; of the libraries if there is no other."""
         frames, nested = self._of("frames", self._recording.frames, lane)
         row = innermost = nested.at(time)
-        while row >= 0 and LIBRARY_FRAME.search(self._recording.names[int(frames.name[row])]):
+        while row >= 0 and _of_a_library(self._recording.names[int(frames.name[row])]):
             row = int(nested.parent[row])
         row = row if row >= 0 else innermost
         return self._recording.names[int(frames.name[row])] if row >= 0 else ""
@@ -159,7 +170,7 @@ class Host:
                 continue
             for c, d, frame in stacks.pieces(a, b):
                 text = names[int(frames.name[frame])] if frame >= 0 else ""
-                if WAITING_FRAME.search(text):
+                if _waits(text):
                     out.append(Piece(c, d, NO_WORK, text))
                 else:
                     out.append(Piece(c, d, HOST, phase or (self.python_line(lane, c) if text else "")))

@@ -94,15 +94,15 @@ class Nested:
 
     def at(self, time: float) -> int:
         """The innermost span that covers ``time``; -1 for none."""
-        i = int(np.searchsorted(self.start, time, side="right")) - 1
+        i = int(self.start.searchsorted(time, side="right")) - 1
         while i >= 0 and self.end[i] <= time:
             i = int(self.parent[i])
         return i
 
     def pieces(self, start: float, end: float) -> list[tuple[float, float, int]]:
         """``[start, end)`` cut where the innermost span changes: (start, end, span or -1), in order."""
-        low = int(np.searchsorted(self.start, start, side="right"))
-        high = int(np.searchsorted(self.start, end, side="left"))
+        low = int(self.start.searchsorted(start, side="right"))
+        high = int(self.start.searchsorted(end, side="left"))
         marks = {start, end}
         for i in range(low, high):
             marks.update((float(self.start[i]), float(self.end[i])))
