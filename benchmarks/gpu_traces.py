@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 PARTS = ("own", "peers", "events", "syncs")
 OWN = [("llama-8b", "one"), ("llama-8b", "mid"), ("llama-8b", "long"), ("qwen3-0.6b", "small32")]
-TRACE_LIMIT = 1_500_000  # bytes of a kept trace; twelve of them and their pages stay below 20 MB
+TRACE_LIMIT = 4_000_000  # bytes of a kept trace; those with stacks come near it, the others need a tenth
 PICTURE_STEPS = 12
 EVENTS = [("llama-8b", "mid"), ("qwen3-0.6b", "small32"), ("qwen3-0.6b", "small1")]
 GOAL = 0.005  # of a step's time
@@ -77,11 +77,16 @@ class Session:
         if code:
             self.summary[name]["error"] = text.strip()[-500:]
             print(text.strip()[-800:], flush=True)
+        self.save()
         return code == 0
+
+    def save(self) -> None:
+        """The summary so far: what is done is kept if a later part is stopped from outside."""
+        (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n")
 
     def close(self) -> None:
         """The summary as JSON, and as text."""
-        (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n")
+        self.save()
         lines = [line(name, row) for name, row in self.summary.items()]
         (self.out / "summary.txt").write_text("\n".join(lines) + "\n")
         print("\n".join(lines))
@@ -123,7 +128,7 @@ def shorten(session: Session, name: str, kept: Path) -> None:
     from gapless.trace.chrome import TraceError
 
     part = kept.with_name(kept.name + ".part")
-    for steps in (12, 6, 4):
+    for steps in (10, 5):
         try:
             cut_file(kept, part, 2, steps, TRACE_LIMIT)
         except TraceError as error:
@@ -271,7 +276,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, one (default: all)")
     parser.add_argument("--limit", type=float, default=110.0, help="seconds of one process (default: 110)")
-    parser.add_argument("--seconds", type=float, default=590.0, help="of all; then the rest is skipped (default: 590)")
+    parser.add_argument("--seconds", type=float, default=560.0, help="of all; then the rest is skipped (default: 560)")
     parser.add_argument("--pairs", type=int, default=8, help="of runs with and without events (default: 8)")
     parser.add_argument("--shape", help="instead of the shapes above")
     parser.add_argument("--device", default="cuda")

@@ -113,7 +113,7 @@ def several(subject: Subject, loads: dict[int, Workload], args: argparse.Namespa
     subject.options["max_num_seqs"] = max(load.batch for load in loads.values())
     try:
         with subject.engine(list(loads.values()), args.depth) as client:
-            run_once(client, uniform("warm", 1, 16, 4), 9)
+            run_once(client, next(iter(loads.values())), 9, new_tokens=2)
             return curve(name, [measured(n, client, load, args.repeats, name) for n, load in loads.items()])
     finally:
         subject.options = options

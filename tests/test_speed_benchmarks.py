@@ -58,23 +58,24 @@ def test_tiny_runs_and_their_pictures(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("matplotlib")
     results, docs = tmp_path / "results", tmp_path / "docs"
     results.mkdir()
-    words = [*TINY, "--seconds", "0.5", "--rate", "8", "--prompt-len", "8", "--output-len", "4", "--depths", "1,2"]
+    words = [*TINY, "--seconds", "0.5", "--rate", "8", "--prompt-len", "8", "--output-len", "4", "--depths", "2"]
     words += ["--max-num-seqs", "4", "--out", str(results / "mixed_load.json")]
     monkeypatch.setattr(sys, "argv", ["mixed_load.py", *words])
     script("mixed_load").main()
     rows = json.loads((results / "mixed_load.json").read_text())["figures"]
-    assert [row["depth"] for row in rows] == [1, 2]
+    assert [row["depth"] for row in rows] == [2]
     for row in rows:
         assert row["output_tokens"] == 4 * row["requests"] > 0
         assert 0 < row["step_busy"] <= 1
         assert 0 < row["itl_ms"]["p50"] <= row["itl_ms"]["p99"]
-    words = [*TINY, "--requests", "1,2", "--layers", "1,2", "--contexts", "16,32", "--new", "4", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["growth.py", *words, "--prompt-len", "8", "--out", str(results / "growth.json")])
+    words = [*TINY, "--curves", "layers,context", "--layers", "1", "--contexts", "16,32", "--new", "4"]
+    monkeypatch.setattr(sys, "argv", ["growth.py", *words, "--repeats", "1", "--out", str(results / "growth.json")])
     script("growth").main()
     curves = json.loads((results / "growth.json").read_text())["curves"]
     assert {name: [p["n"] for p in curve["points"]] for name, curve in curves.items()} == {
-        "layers": [1, 2], "requests": [1, 2], "context": [16, 32],
-    }  # fmt: skip
+        "layers": [1],
+        "context": [16, 32],
+    }
     monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(results), "--docs", str(docs)])
     script("plots").main()
     assert {p.name for p in docs.iterdir()} == {"growth.svg", "mixed_load.svg"}

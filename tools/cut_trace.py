@@ -36,11 +36,8 @@ def clean(name: str) -> str:
     return ADDRESS.sub("0x0", ABSOLUTE.sub("", INSTALLED.sub("", name)))
 
 
-def cut(events: Iterable[Event], steps: Steps, first: int, count: int, shortest: float = 0.0) -> Iterator[Event]:
+def cut(events: Iterable[Event], steps: Steps, first: int, count: int) -> Iterator[Event]:
     """The events of ``count`` steps and the begin of the next, from step ``first`` on.
-
-    Args:
-        shortest: Python functions below it are left out, us.
 
     Raises:
         TraceError: there are not that many steps.
@@ -69,7 +66,7 @@ def cut(events: Iterable[Event], steps: Steps, first: int, count: int, shortest:
             if phase == "C":
                 yield {**kept, "args": event.get("args", {})}
                 continue
-            if category not in KEPT or (category == FRAMES and end - start < shortest):
+            if category not in KEPT:
                 continue
             arguments = {k: v for k, v in event.get("args", {}).items() if k in KEPT_ARGUMENTS}
             yield {**kept, "cat": category, "dur": round(end - start, 3), **({"args": arguments} if arguments else {})}
@@ -92,9 +89,9 @@ def cut_file(source: Path, target: Path, first: int, count: int, limit: int, ann
         TraceError: it does not fit into ``limit`` bytes even without Python functions.
     """
     steps = find_steps(load(source), annotation)
-    shortest = 0.0
+    events, shortest = list(cut(read_events(source), steps, first, count)), 0.0
     while True:
-        data = pack(cut(read_events(source), steps, first, count, shortest))
+        data = pack(e for e in events if e.get("cat") != FRAMES or e["dur"] >= shortest)
         if len(data) <= limit:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)

@@ -56,6 +56,7 @@ def explain(
     step_ms: float | None,
     floor: float | None = None,
     extra: dict[str, Any] | None = None,
+    title: str | None = None,
 ) -> None:
     """Load, analyse, print; write what was asked for.
 
@@ -63,6 +64,7 @@ def explain(
         step_ms: time of a step without a profiler.
         floor: what the memory's speed allows, ms.
         extra: goes into the JSON file.
+        title: of the pictures; by default the file's name.
     """
     for name in ("launches_per_step", "steps", "picture_steps"):
         if (value := getattr(arguments, name)) is not None and value < 1:
@@ -75,8 +77,7 @@ def explain(
         raise CommandError(str(error)) from error
     print(render(report), end="")
     if arguments.html or arguments.png:
-        title = " ".join(str(v) for k, v in (extra or {"file": path.name}).items() if k != "environment")
-        data = timeline(recording, steps, report, found, title, arguments.picture_steps)
+        data = timeline(recording, steps, report, found, title or path.name, arguments.picture_steps)
         if arguments.html:
             write_html(data, Path(arguments.html))
         if arguments.png:

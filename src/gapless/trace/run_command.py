@@ -72,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     about = environment()
     print(headline(about))
     what = f"{arguments.engine}, depth {depths[0]}" if arguments.engine == "gapless" else arguments.engine
-    print(f"{subject.name}, {load.batch} requests at a context of {load.prompt_lens[0]} and more, {what}", flush=True)
+    requests = f"{load.batch} request{'' if load.batch == 1 else 's'} at a context of {load.prompt_lens[0]} and more"
+    print(f"{subject.name}, {requests}, {what}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(arguments.keep or Path(folder) / "trace.json")
         step_busy = None
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         extra = {"environment": about, "model": subject.name, "workload": load.name, "batch": load.batch}
         extra |= {"step_busy_by_events": step_busy}
         extra |= {"context": load.prompt_lens[0], "depth": depths[0], "engine": arguments.engine}
-        explain(path, arguments, step_ms, floor=_floor(subject, load), extra=extra)
+        title = f"{subject.name}, {load.name}: {requests}, {what}"
+        explain(path, arguments, step_ms, floor=_floor(subject, load), extra=extra, title=title)
         if arguments.keep:
             print(f"trace: {path}")
     return 0
