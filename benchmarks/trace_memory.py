@@ -81,11 +81,13 @@ def main() -> None:
             "bytes": size,
             "steps": steps,
             "seconds": seconds,
+            "cpu_seconds": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime,
             "peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             "page_bytes": page.stat().st_size,
         }
         print("\n".join(done.stdout.splitlines()[:12]))
-    print(f"{size / 1e9:.2f} GB, {steps} steps: {seconds:.1f} s, at most {result['peak_bytes'] / 1e9:.2f} GB of memory")
+    print(f"{size / 1e9:.2f} GB, {steps} steps: {seconds:.1f} s, {result['cpu_seconds']:.1f} of a processor, "
+          f"at most {result['peak_bytes'] / 1e9:.2f} GB of memory")  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
