@@ -14,6 +14,7 @@ from gapless.errors import (
     EngineDeadError,
     RequestError,
     UnsupportedModelError,
+    WeightError,
 )
 from gapless.request import (
     CompletionOutput,
@@ -47,6 +48,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "UnsupportedModelError",
+    "WeightError",
 ]
 
 _LAZY = {"LLM": "gapless.llm", "AsyncLLM": "gapless.async_llm"}

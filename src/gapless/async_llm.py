@@ -11,8 +11,10 @@ from typing import Any
 
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
+from gapless.control import PauseMode
 from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
+from gapless.model.weights import Named
 from gapless.request import RequestOutput, RequestOutputKind, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
@@ -39,6 +41,8 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         mode: OutputMode | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, piece by piece.
 
@@ -51,13 +55,14 @@ class AsyncLLM:
             request_id: a label for `abort`; need not be unique.
             mode: "stream", each output holds everything so far; "delta", only what is new; "final", one output. None:
                 as ``sampling_params.output_kind`` says.
+            priority, cache_salt: see `LLM.generate`.
 
         Raises:
             RequestError: the request cannot be served.
             EngineDeadError: the engine stopped, with the cause.
         """
         encoded = self._client.encode(prompt)
-        async with aclosing(self._run(encoded, sampling_params, request_id, mode)) as outputs:
+        async with aclosing(self._run(encoded, sampling_params, request_id, mode, (priority, cache_salt))) as outputs:
             async for output in outputs:
                 yield output
 
@@ -68,24 +73,32 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         mode: OutputMode | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see `generate`. ``template_options`` go to the chat template."""
         encoded = self._client.encode_chat(messages, **template_options)
-        async with aclosing(self._run(encoded, sampling_params, request_id, mode)) as outputs:
+        async with aclosing(self._run(encoded, sampling_params, request_id, mode, (priority, cache_salt))) as outputs:
             async for output in outputs:
                 yield output
 
     async def _run(
-        self, encoded: EncodedPrompt, params: SamplingParams | None, request_id: str | None, mode: OutputMode | None
+        self,
+        encoded: EncodedPrompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        mode: OutputMode | None,
+        options: tuple[int, str | None],
     ) -> AsyncGenerator[RequestOutput, None]:
         params = SamplingParams() if params is None else params
+        priority, cache_salt = options
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
         if mode is None:
             mode = _MODES[RequestOutputKind(params.output_kind)]
         mailbox = _Mailbox(asyncio.get_running_loop(), merge=mode == "delta")
-        submission = Submission(encoded, params, mailbox.put, mailbox.fail, mode, request_id)
+        submission = Submission(encoded, params, mailbox.put, mailbox.fail, mode, request_id, priority, cache_salt)
         (group,) = self._client.submit([submission])
         finished = False
         try:
@@ -116,8 +129,34 @@ class AsyncLLM:
         return self._client.config
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: needed after a change of the weights."""
+        """See `LLM.reset_prefix_cache`."""
         await asyncio.to_thread(self._client.reset_prefix_cache)
+
+    async def update_weights(self, weights: Named | None = None, *, recompute: bool = True) -> int:
+        """See `LLM.update_weights`. Other requests go on meanwhile, up to the update itself."""
+        update = self._client.prepare_weights(weights)  # here: the current CUDA stream is of this thread
+        return await asyncio.to_thread(self._client.update_weights, update, recompute=recompute)
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were updated."""
+        return self._client.weight_version
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See `LLM.pause`."""
+        await asyncio.to_thread(self._client.pause, mode)
+
+    async def resume(self) -> None:
+        """See `LLM.resume`."""
+        await asyncio.to_thread(self._client.resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`."""
+        await asyncio.to_thread(self._client.sleep, level)
+
+    async def wake(self) -> None:
+        """See `LLM.wake`."""
+        await asyncio.to_thread(self._client.wake)
 
     def close(self) -> None:
         """Give threads and memory back; open requests fail with `EngineClosedError`. Safe to call twice."""

@@ -22,6 +22,7 @@ from gapless.engine import Engine
 from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
+from gapless.model.weights import Weights
 from gapless.pipeline.kernels import reference_kernels, triton_kernels
 from gapless.pipeline.runner import Key, Runner
 from gapless.pipeline.shapes import EXACT, graph_shapes
@@ -50,6 +51,7 @@ class Built:
     config: EngineConfig
     layout: RowLayout
     num_blocks: int
+    weights: Weights | None = None  # None for a `CausalModel` that was given, and once the engine is closed
 
 
 def resolve_device(name: str) -> torch.device:
@@ -116,7 +118,7 @@ def _build(
     progress: Progress,
 ) -> Built:
     start = time.perf_counter()
-    model = _model(source, config, device)
+    model, weights = _model(source, config, device)
     logger.info(
         "%s: %.2f GiB of weights in %s, ready in %.1f s on %s",
         model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."),
@@ -178,7 +180,7 @@ def _build(
         num_blocks * block_bytes(model, config.block_size) / GIB, tokens / longest, longest,
     )  # fmt: skip
     engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
-    return Built(engine, scheduler, runner, model, config, layout, num_blocks)
+    return Built(engine, scheduler, runner, model, config, layout, num_blocks, weights)
 
 
 @contextlib.contextmanager
@@ -198,17 +200,18 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalModel:
+def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[CausalModel, Weights | None]:
     if hasattr(source, "kv_specs"):
         ready: CausalModel = source
-        return ready
+        return ready, None
+    theirs = source if isinstance(source, torch.nn.Module) else None
     from gapless.model.loading import load_model
 
     if device.type != "cuda":
         loaded = load_model(
             source, dtype=config.dtype, device=device, max_model_len=config.max_model_len, probe=config.check_model
         )
-        return loaded.model
+        return loaded.model, Weights(loaded.model.module, theirs)
     from gapless.attention import triton as attention
     from gapless.model import ops_triton
     from gapless.model.fused import NotFusable, fuse
@@ -235,12 +238,12 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> CausalMod
             probe_parity(plain, fast=fused)
     except (NotFusable, UnsupportedModelError) as error:
         logger.warning("%s runs unfused: %s", plain.name, error)
-        return plain
+        return plain, Weights(plain.module, theirs)
     for part, kernels in fused.summary():
         logger.info("fused: %-34s %s", part, kernels)
     if not small:
         logger.info("fused: decode of few tokens runs as other steps do: its kernels are for bf16")
-    return fused
+    return fused, Weights(plain.module, theirs)
 
 
 def block_bytes(model: CausalModel, block_size: int) -> int:

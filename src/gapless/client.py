@@ -21,13 +21,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gapless.build import Progress, build
+from gapless.build import Built, Progress, build
 from gapless.config import EngineConfig
+from gapless.control import PAUSE_MODES, PauseMode
 from gapless.engine import EngineStats
-from gapless.errors import ConfigError, EngineClosedError, RequestError, naming_prompt
+from gapless.errors import ConfigError, EngineClosedError, RequestError, WeightError, naming_prompt
 from gapless.messages import StepMessage
+from gapless.model.weights import Named, WeightUpdate
 from gapless.pipeline.runner import Key
-from gapless.request import MAX_STOP_TOKEN_IDS, FinishReason, Request, RequestOutput, SamplingParams
+from gapless.pipeline.sleeping import put_to_sleep, wake
+from gapless.request import (
+    MAX_STOP_TOKEN_IDS,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    cache_key,
+    check_priority,
+)
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
 from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
@@ -51,12 +62,27 @@ class Submission:
     on_error: Callable[[BaseException], None]
     mode: OutputMode = "final"
     request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 def _capture_bar(keys: list[Key]) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(keys, desc="graphs", disable=None, leave=False)  # None: only on a terminal
+
+
+class _Sleeper:
+    """What the loop calls when it goes to sleep and wakes; see `gapless.control.Sleeper`."""
+
+    def __init__(self, built: Built) -> None:
+        self._built = built
+
+    def sleep(self, level: int) -> None:
+        put_to_sleep(self._built.runner, self._built.weights if level == 2 else None)
+
+    def wake(self) -> None:
+        wake(self._built.runner, self._built.weights)
 
 
 _open_clients: weakref.WeakSet[EngineClient] = weakref.WeakSet()
@@ -185,6 +211,7 @@ class EngineClient:
             raise RequestError(
                 f"{len(stops)} ids would end this request, the model's own included; at most {MAX_STOP_TOKEN_IDS} can"
             )
+        priority, key = check_priority(submission.priority), cache_key(submission.cache_salt)
         numbers = [next(self._ids) for _ in range(params.n)]
         base = self._derived_seed(numbers[0]) if params.seed is None else params.seed
         return [
@@ -199,6 +226,8 @@ class EngineClient:
                 arrival=time.monotonic(),
                 bad_words=bad_words,
                 prompt_logprobs=None if i else params.prompt_logprobs,
+                priority=priority,
+                cache_key=key,
             )
             for i, number in enumerate(numbers)
         ]
@@ -269,8 +298,62 @@ class EngineClient:
         return self._engine.stats, self._scheduler.snapshot()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: needed after a change of the weights."""
+        """Forget all cached prefixes; see `LLM.reset_prefix_cache`."""
         self._engine.call(self._scheduler.reset_prefix_cache)
+
+    def prepare_weights(self, weights: Named | None) -> WeightUpdate:
+        """Check new weights, on the thread whose CUDA streams they were made on; see `LLM.update_weights`."""
+        self._engine.raise_if_dead()
+        store = self._built.weights
+        if store is not None:
+            return store.prepare(weights)
+        if weights is not None:
+            raise WeightError(f"{type(self.model).__name__} is no transformers model: change its weights yourself")
+        return WeightUpdate(())
+
+    def update_weights(self, update: WeightUpdate, *, recompute: bool) -> int:
+        """Put checked weights in place; see `LLM.update_weights`. From any thread."""
+        if not isinstance(recompute, bool):
+            raise ConfigError(f"recompute={recompute!r} is not allowed: True or False")
+        store = self._built.weights
+
+        def change() -> int:
+            if store is not None and store.asleep:
+                raise WeightError("the weights are on the host since sleep(level=2): call wake() first")
+            self._built.runner.run_alone(update.apply, "weights")
+            return self._scheduler.new_weights(recompute=recompute)
+
+        return self._engine.alone(change)
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were updated."""
+        return self._scheduler.versions.now
+
+    def pause(self, mode: PauseMode) -> None:
+        """See `LLM.pause`. From any thread."""
+        if mode not in PAUSE_MODES:
+            raise ConfigError(f"mode={mode!r} is not allowed: one of {', '.join(PAUSE_MODES)}")
+        self._engine.ask(lambda done: self._engine.control.pause(mode, done))
+
+    def resume(self) -> None:
+        """See `LLM.resume`. From any thread."""
+        self._engine.call(self._engine.control.resume)
+
+    def sleep(self, level: int) -> None:
+        """See `LLM.sleep`. From any thread."""
+        if isinstance(level, bool) or level not in (1, 2):
+            raise ConfigError(f"level={level!r} is not allowed: 1 (cache and graphs) or 2 (the weights too)")
+        store = self._built.weights
+        if level == 2 and (store is None or not store.owned):
+            raise ConfigError(
+                "level=2 is not allowed: the model is yours, so move its weights yourself; or use level=1"
+            )
+        self._engine.ask(lambda done: self._engine.control.sleep(level, _Sleeper(self._built), done))
+
+    def wake(self) -> None:
+        """See `LLM.wake`. From any thread."""
+        self._engine.call(lambda: self._engine.control.wake(_Sleeper(self._built)))
 
     def close(self) -> None:
         """Stop the loop; open requests fail with `EngineClosedError`; threads and memory come back."""
@@ -289,4 +372,5 @@ class EngineClient:
                 logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
         self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))
         _open_clients.discard(self)
+        self._built.weights = None
         self.model = self._built.model = None  # the weights go when nobody else holds them

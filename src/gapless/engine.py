@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
+from gapless.control import Control
 from gapless.errors import EngineClosedError, EngineDeadError
 from gapless.messages import StepMessage
 from gapless.plan import I32, StepPlan
@@ -111,6 +112,7 @@ class Engine:
         check: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self.control = Control(scheduler)
         self.stats = EngineStats()
         self._runner = runner
         self._depth = depth
@@ -151,7 +153,7 @@ class Engine:
         self._mark = now
 
     def _schedule(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
+        plan = None if self.control.held else self.scheduler.schedule()
         self._lap("schedule")
         return plan
 
@@ -174,8 +176,8 @@ class Engine:
         return result
 
     def _receive(self, block: bool) -> None:
-        if block:
-            if self.scheduler.has_requests:
+        if block and not self.control.turn():
+            if self.scheduler.has_requests and not self.control.held:
                 raise RuntimeError("requests are waiting, no step is in flight, and the scheduler has no plan")
             self._starved = True
             self._inbox.get()()
@@ -217,6 +219,7 @@ class Engine:
                 self._running = False
             while not self._inbox.empty():  # nobody waits for an answer for ever
                 self._inbox.get()()
+            self.control.close(self._end())
             # After an error closing may fail for the same reason; the callers have been given the first one.
             with contextlib.nullcontext() if self._error is None else contextlib.suppress(Exception):
                 self._runner.close()
@@ -246,10 +249,16 @@ class Engine:
 
     def raise_if_dead(self) -> None:
         """Raise `EngineDeadError` or `EngineClosedError` when no more work is taken."""
+        if self._error is not None or not self._running:
+            raise self._end()
+
+    def _end(self) -> EngineClosedError | EngineDeadError:
+        """The error that says why no more work is taken."""
         if self._error is not None:
-            raise EngineDeadError(f"the engine stopped after an error: {self._error!r}") from self._error
-        if not self._running:
-            raise EngineClosedError("the engine is closed")
+            error = EngineDeadError(f"the engine stopped after an error: {self._error!r}")
+            error.__cause__ = self._error
+            return error
+        return EngineClosedError("the engine is closed")
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over requests, all in one turn of the loop."""
@@ -287,6 +296,30 @@ class Engine:
 
         self._put(run)
         return done.result()
+
+    def ask(self, start: Callable[[Future[T]], object]) -> T:
+        """Run ``start`` on the loop's thread; return what the future that it is given comes to hold.
+
+        May be called from any thread but the loop's.
+
+        Raises:
+            EngineDeadError, EngineClosedError: the engine has ended, or ends meanwhile.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self.raise_if_dead()
+                start(done)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._put(run)
+        return done.result()
+
+    def alone(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on the loop's thread while no step is in flight; return what it returns."""
+        return self.ask(lambda done: self.control.alone(action, done))
 
     def _put(self, message: Callable[[], None]) -> None:
         with self._gate:

@@ -40,6 +40,10 @@ class UnsupportedModelError(ValueError):
     """The model holds a part that this engine would compute wrongly. Raised at load, naming the part."""
 
 
+class WeightError(ValueError):
+    """New weights do not fit the model. The message names the tensor; nothing has been changed."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine stopped because of an earlier error, which is the ``__cause__``. It takes no more work."""
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
+from gapless.control import PauseMode
 from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError, naming_prompt
+from gapless.model.weights import Named
 from gapless.pace import INTERVAL, Pace
 from gapless.request import RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
@@ -41,6 +43,9 @@ class LLM:
         prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; results come in the order of the prompts.
 
@@ -48,30 +53,37 @@ class LLM:
             prompts: one or many; each a text or ``{"prompt_token_ids": [...]}``.
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar.
+            priority: one for all or one for each prompt; lower runs earlier, within one priority the first to come.
+            cache_salt: one for all or one for each prompt, 1 to 1024 characters. Prompts share cached blocks only with
+                those of an equal salt, so that nobody can tell from the time whose prompt was here before.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none is started.
             EngineDeadError: the engine stopped, with the cause.
         """
         many = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
-        return self._run(self._encoded(many, self._client.encode), sampling_params, use_tqdm)
+        encoded = self._encoded(many, self._client.encode)
+        return self._run(encoded, sampling_params, use_tqdm, priority, cache_salt)
 
     def chat(
         self,
         conversations: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, each a list of ``{"role": ..., "content": ...}``; one conversation or a list of them.
 
-        ``template_options`` go to the tokenizer's chat template. Raises as `generate`.
+        ``template_options`` go to the tokenizer's chat template. The rest, and what is raised, is as in `generate`.
         """
         many = _listed("conversations", conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
         encode = functools.partial(self._client.encode_chat, **template_options)
-        return self._run(self._encoded(many, encode), sampling_params, use_tqdm)
+        return self._run(self._encoded(many, encode), sampling_params, use_tqdm, priority, cache_salt)
 
     @staticmethod
     def _encoded(prompts: Sequence[Any], encode: Callable[[Any], EncodedPrompt]) -> list[EncodedPrompt]:
@@ -86,13 +98,17 @@ class LLM:
         prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: int | Sequence[int],
+        cache_salt: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
         collector = _Collector(len(prompts), Pace(self._client.stats) if use_tqdm else None)
+        priorities = _each("priority", priority, len(prompts))
+        salts = _each("cache_salt", cache_salt, len(prompts))
         groups = self._client.submit(
             [
-                Submission(p, s, collector.output(i), collector.error)
-                for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+                Submission(p, s, collector.output(i), collector.error, priority=rank, cache_salt=salt)
+                for i, (p, s, rank, salt) in enumerate(zip(prompts, params, priorities, salts, strict=True))
             ]
         )
         try:
@@ -119,8 +135,66 @@ class LLM:
         return self._client.config
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: needed after a change of the weights."""
+        """Forget all cached prefixes. `update_weights` does so itself.
+
+        Running requests go on with their own blocks, which nobody will find any more; a later request computes its
+        whole prompt. May be called from any thread and at any time.
+        """
         self._client.reset_prefix_cache()
+
+    # ---- between steps: weights, pause, sleep. Each may be called from any thread -----------------------------------
+
+    def update_weights(self, weights: Named | None = None, *, recompute: bool = True) -> int:
+        """Let later steps use new weights. Returns the number of updates so far, which outputs carry.
+
+        The steps in flight end first, and what the calling thread has enqueued on its current CUDA stream (an
+        optimizer's step) is waited for. Then the prefix cache is empty and the version counts one more.
+
+        Args:
+            weights: None: the parameters of the model object that the engine was made from have changed. Where they
+                still lie at their addresses nothing is copied. Otherwise tensors by the model's names, all or some; a
+                floating-point one of another dtype is converted.
+            recompute: requests that are running compute their past again with the new weights. Otherwise they keep
+                what the old ones computed, which is quicker and mixes the two.
+
+        Raises:
+            WeightError: a name is unknown, or a tensor does not fit; nothing has been changed.
+        """
+        return self._client.update_weights(self._client.prepare_weights(weights), recompute=recompute)
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were updated; `RequestOutput.weight_version` says it of a result."""
+        return self._client.weight_version
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop computing; return when the device has nothing more to do. New requests queue until `resume`.
+
+        Args:
+            mode: "keep": running requests stop where they are and go on later. "abort": every request ends, with
+                finish reason ``abort``. "finish": those that were submitted before run to their end first.
+        """
+        self._client.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`. Without a pause nothing happens."""
+        self._client.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake`: KV cache and graphs; with level 2 the weights too.
+
+        Running requests compute their past again when they go on; new ones queue. Level 2 is for models that the
+        engine loaded itself, and on a CPU, where the weights are on the host already, it is level 1.
+        """
+        self._client.sleep(level)
+
+    def wake(self) -> None:
+        """Take the memory again and go on, unless paused. Awake nothing happens.
+
+        Raises:
+            ConfigError: the memory is not there; the engine sleeps on.
+        """
+        self._client.wake()
 
     def close(self) -> None:
         """Give threads and memory back. Safe to call twice."""
@@ -155,6 +229,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         if not isinstance(each, SamplingParams):
             raise RequestError(f"sampling_params[{i}] is of type {type(each).__name__}: give a SamplingParams")
     return list(params)
+
+
+def _each(name: str, given: Any, count: int) -> list[Any]:
+    """One value for each of ``count`` prompts; a single one stands for all. The engine checks the values."""
+    if given is None or isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{count} prompts but {len(given)} values of {name}: give one for all, or one for each")
+    return list(given)
 
 
 class _Collector:

@@ -20,6 +20,7 @@ class Finished:
         stop_token: the id from ``stop_token_ids`` or the end-of-sequence id that ended it, else None.
         error: what went wrong when the reason is ERROR.
         first_token_time: ``time.monotonic()`` when the first new token was committed; None without one.
+        weight_versions: of the first and of the last step whose work it holds.
     """
 
     id: int
@@ -29,6 +30,7 @@ class Finished:
     error: str | None = None
     num_preemptions: int = 0
     first_token_time: float | None = None
+    weight_versions: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class StepMessage:
         records: int32 ``[n, Record.COUNT]``, log-probabilities beside ``ids``, in steps in which some row asks for
             them; what stands there for other rows means nothing.
         prompts: what the step brought for prompts; comes before the request's first token.
+        weight_version: of the weights that the step read.
     """
 
     ids: npt.NDArray[np.int64]
@@ -66,3 +69,4 @@ class StepMessage:
     time: float
     records: npt.NDArray[np.int32] | None = None
     prompts: PromptRecords | None = None
+    weight_version: int = 0

@@ -61,5 +61,6 @@ class PrefixCache:
         hashes, size = self._rows.hashes[row], self._size
         while len(hashes) <= i:
             j = len(hashes)
-            hashes.append(block_key(hashes[-1] if j else ROOT, self._rows.tokens[row, j * size : (j + 1) * size]))
+            tokens = self._rows.tokens[row, j * size : (j + 1) * size]
+            hashes.append(block_key(hashes[-1] if j else ROOT, tokens, self._rows.cache_keys[row]))
         return hashes[i]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,6 +29,10 @@ MAX_BAD_WORD_TOKENS = 1024
 """Tokens of all these sequences together."""
 MAX_N = 10_000
 """Completions of one prompt."""
+MAX_PRIORITY = 2**20
+"""Largest ``priority``, and with a minus the smallest."""
+MAX_CACHE_SALT = 1024
+"""Characters of a ``cache_salt``."""
 MAX_LOGPROBS = 20
 """Most likely tokens whose log-probabilities may be asked for, beside the chosen one."""
 
@@ -184,6 +189,8 @@ class Request:
         bad_words: `SamplingParams.bad_words` as token ids.
         prompt_logprobs: `SamplingParams.prompt_logprobs`, for the first of ``n`` completions only.
         streaming: the output side wants each token, not the finished sequence only.
+        priority: lower runs earlier; first come, first served among equals.
+        cache_key: keeps its blocks apart from those of requests with another one; see `cache_key`.
         block_hashes: the scheduler's memory of the hash chain of its full blocks.
     """
 
@@ -197,7 +204,36 @@ class Request:
     arrival: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_key: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
+
+
+def cache_key(salt: object) -> bytes:
+    """The extra key of a request's blocks for its ``cache_salt``: at most 32 bytes; empty for None.
+
+    Raises:
+        RequestError: not a string of 1 to `MAX_CACHE_SALT` characters.
+    """
+    if salt is None:
+        return b""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
+        shown = f"a string of {len(salt)} characters" if isinstance(salt, str) else repr(salt)
+        raise RequestError(
+            f"cache_salt: {shown} is not allowed: a string of 1 to {MAX_CACHE_SALT} characters, or None to share "
+            "blocks with everybody who gives none"
+        )
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"cache_salt").digest()
+
+
+def check_priority(priority: object) -> int:
+    """A request's priority.
+
+    Raises:
+        RequestError: not an integer in the range.
+    """
+    allowed = f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower runs earlier"
+    return check_integer("priority", priority, -MAX_PRIORITY, allowed, MAX_PRIORITY)
 
 
 @dataclass(slots=True)
@@ -254,6 +290,9 @@ class RequestOutput:
 
     ``prompt_logprobs`` has an entry per token of the prompt, None for the first one; it is None until it is complete,
     and with output kind delta in all outputs but one.
+
+    ``weight_version`` says which weights drew the newest token, ``first_weight_version`` which ones the oldest work
+    that it rests on came from; see `LLM.update_weights`. With several completions they span all of them.
     """
 
     request_id: str
@@ -263,3 +302,5 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    weight_version: int = 0
+    first_weight_version: int = 0

@@ -23,6 +23,8 @@ from gapless.request import MAX_STOP_TOKEN_IDS, Request
 from gapless.row_words import needs_prompt_on_device, request_updates, row_features
 
 I32 = npt.NDArray[np.int32]
+ID_BITS = 42
+"""Bits of a rank that hold the request's id; those above hold its priority."""
 
 
 class RowTable:
@@ -49,6 +51,9 @@ class RowTable:
         self.scored = np.zeros(rows, np.int32)  # [0, scored) are, in launched steps
         self.needs_prompt = np.zeros(rows, np.bool_)  # the sampler reads the prompt in the token table
         self.ids = np.zeros(rows, np.int64)
+        self.priority = np.zeros(rows, np.int64)
+        self.ranks = np.zeros(rows, np.int64)  # who goes first: by priority, then by id
+        self.cache_keys: list[bytes] = [b""] * rows
         self.preemptions = np.zeros(rows, np.int32)
         self.first_token_time = np.zeros(rows, np.float64)
         self.stop_ids = np.full((rows, MAX_STOP_TOKEN_IDS), -1, np.int32)
@@ -69,6 +74,9 @@ class RowTable:
         n = len(prompt)
         self.requests[row] = request
         self.ids[row] = request.id
+        self.priority[row] = request.priority
+        self.ranks[row] = (request.priority << ID_BITS) + request.id
+        self.cache_keys[row] = request.cache_key
         self.tokens[row, :n] = prompt
         self.prompt_len[row] = self.known[row] = self.total[row] = n
         self.limit[row] = n + request.max_tokens

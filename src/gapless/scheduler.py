@@ -5,9 +5,10 @@ it never waits for a token. `commit` brings the tokens of the oldest step; what 
 (its overrun) is dropped there.
 
 Policy, in this order: every running request that needs one token gets it; running prompts go on in chunks; waiting
-requests are admitted, first come first served, while rows, blocks and budget last. When blocks run out, the newest
-running request is preempted: it gives its blocks back and keeps its row, so that it resumes from the tokens that the
-device already has.
+requests are admitted, by priority and then first come first served, while rows, blocks and budget last. When blocks
+run out, the newest running request of the least priority is preempted: it gives its blocks back and keeps its row, so
+that it resumes from the tokens that the device already has. Running rows are kept by rank, which is priority (lower
+goes first), then id.
 
 Ownership: blocks go to a new owner at once (the compute stream keeps the order); a row only when no step in flight
 names it. A finish reason is set by abort, stop, length or error alike; the release follows in `_release_rows`, and
@@ -32,6 +33,8 @@ from gapless.prefix import PrefixCache
 from gapless.request import FinishReason, Request
 from gapless.rows import RowTable
 from gapless.steady import NO_UPDATES, Steady
+from gapless.versions import WeightVersions
+from gapless.waiting import WaitingQueue
 
 NEVER = np.iinfo(np.int32).max
 """In place of a row's number of published blocks: there will be no more. A preemption starts it anew."""
@@ -93,10 +96,13 @@ class Scheduler:
         self._prefixes = PrefixCache(self.rows, self.pool, enabled=config.enable_prefix_caching)
         self._steady: Steady | None = None
         self._last_rows = NO_TOKENS
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self.versions = WeightVersions(self.rows)
+        self.holding = False  # new requests do not wait to start, but for the end of a pause
+        self._held: dict[int, Request] = {}
+        self._waiting = WaitingQueue()
         self._row_of: dict[int, int] = {}  # running, preempted and draining requests, by id
-        self._running = np.zeros(0, np.int32)  # rows, oldest first
-        self._preempted: OrderedDict[int, None] = OrderedDict()  # rows that wait for blocks, oldest first
+        self._running = np.zeros(0, np.int32)  # rows, by rank
+        self._preempted: OrderedDict[int, None] = OrderedDict()  # rows that wait for blocks, by rank
         self._draining: list[int] = []  # rows of finished requests that steps in flight still name
         self._blocked: tuple[int, int] | None = None  # the first waiting request, and the blocks it did not fit in
         self._step = 0
@@ -130,20 +136,36 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `refuse_what_never_fits` accepted."""
         self._end_steady()
-        self._waiting[request.id] = request
+        if self.holding:
+            self._held[request.id] = request
+        else:
+            self._waiting[request.id] = request
 
     def finish(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         """End a request from outside (abort, or a stop string). Unknown and already ended ids are ignored."""
         self._end_steady()
-        request = self._waiting.pop(request_id, None)
+        request = self._waiting.pop(request_id, None) or self._held.pop(request_id, None)
         if request is not None:
-            self._finished.append(Finished(request_id, np.zeros(0, np.int32), reason, error=error))
+            versions = (self.versions.now,) * 2
+            self._finished.append(Finished(request_id, NO_TOKENS, reason, error=error, weight_versions=versions))
             self.stats.requests_finished += 1
             return
         row = self._row_of.get(request_id)
         if row is not None and not self.rows.finished[row]:
             self._finish_row(row, reason, error=error)
             self._release_rows()
+
+    def release_held(self) -> None:
+        """The requests that came while `holding` wait to start from now on."""
+        self.holding = False
+        held, self._held = self._held, {}
+        for request in held.values():
+            self.add(request)
+
+    def abort_all(self) -> None:
+        """End every request, as `finish` does."""
+        for request_id in [*self._waiting, *self._held, *self._row_of]:
+            self.finish(request_id, FinishReason.ABORT)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -243,18 +265,27 @@ class Scheduler:
         self._prefixes.publish(row, int(self.rows.computed[row]) + length)
 
     def _admit(self, draft: Draft) -> None:
-        """Resume preempted rows, then start waiting requests, oldest first; stop at the first that does not fit."""
+        """Resume preempted rows and start waiting requests, by priority; of one priority preempted rows come first.
+        Stop at the first that does not fit."""
         r = self.rows
         # A preempted row whose last token is in flight already needs no more steps; commit ends it.
         for row in [row for row in self._preempted if r.total[row] < r.limit[row]]:
+            if not self._admit_waiting(draft, before=int(r.priority[row])):
+                return
             if draft.budget <= 0 or draft.seqs_left <= 0 or not self._start(row, draft):
                 return
             del self._preempted[row]
+        self._admit_waiting(draft)
+
+    def _admit_waiting(self, draft: Draft, before: int | None = None) -> bool:
+        """Start waiting requests, those whose priority is below ``before`` only. False: the next one does not fit."""
         while draft.budget > 0 and draft.seqs_left > 0:
             if self._waiting and self.rows.num_free:
                 request_id, request = next(iter(self._waiting.items()))
+                if before is not None and request.priority >= before:
+                    return True
                 if self._blocked == (request_id, self.pool.available):
-                    return  # it did not fit, and nothing has been freed since
+                    return False  # it did not fit, and nothing has been freed since
                 if not draft.published:
                     self._prefixes.publish_generated(self._running.tolist())
                     draft.published = True
@@ -267,13 +298,14 @@ class Scheduler:
                     self.rows.release(row)
                     if not draft.full:
                         self._blocked = (request_id, self.pool.available)
-                    return
+                    return False
                 draft.update(params)
                 del self._waiting[request_id]
                 self._row_of[request_id] = row
                 self.stats.prompt_tokens += len(request.prompt_token_ids)
             else:
-                return
+                return True
+        return before is None
 
     def _start(self, row: int, draft: Draft) -> bool:
         """Plan a row's first chunk, after what the prefix cache holds of it. False: no room, and nothing changed.
@@ -308,7 +340,7 @@ class Scheduler:
             draft.update(r.token_updates(row, 0, tokens))
         if not self._grow(row, length, draft, preempt=False):
             raise RuntimeError(f"{self.pool.available} blocks are available but row {row} could not get its share")
-        place = np.searchsorted(r.ids[self._running], r.ids[row])  # a resumed row takes its old place
+        place = np.searchsorted(r.ranks[self._running], r.ranks[row])  # a resumed row takes its old place
         self._running = np.insert(self._running, place, row)
         self._plan_chunk(row, length, draft)
         return True
@@ -317,7 +349,8 @@ class Scheduler:
         return -(-tokens // self._block_size)
 
     def _grow(self, row: int, length: int, draft: Draft, *, preempt: bool = True) -> bool:
-        """Give ``row`` the blocks for ``length`` more positions, preempting newer rows. False if it lost its own."""
+        """Give ``row`` the blocks for ``length`` more positions, preempting rows of higher rank. False if it lost its
+        own."""
         r = self.rows
         missing = self._blocks_for(int(r.computed[row]) + length) - int(r.num_blocks[row])
         if missing > 0:
@@ -348,6 +381,14 @@ class Scheduler:
         self._preempted[row] = None
         self._preempted.move_to_end(row, last=False)
         draft.drop(row)  # it may have a place in this very step already
+
+    def preempt_all(self) -> None:
+        """Take the blocks of every running row. Only while no step is in flight."""
+        self._end_steady()
+        draft = Draft(0, 0)
+        for row in self._running[::-1].tolist():
+            self._preempt(row, draft)
+        self._blocked = None
 
     def _finish_plan(self, draft: Draft) -> StepPlan | None:
         r = self.rows
@@ -446,6 +487,7 @@ class Scheduler:
             time.monotonic(),
             self._stream_records,
             self._prompts,
+            self.versions.now,
         )
         self._stream_ids, self._stream_tokens, self._stream_records, self._prompts = NO_IDS, NO_TOKENS, None, None
         self._finished = []
@@ -466,7 +508,8 @@ class Scheduler:
         new = r.tokens[row, r.prompt_len[row] : r.known[row]].copy()
         first = float(r.first_token_time[row]) if len(new) else None
         preemptions = int(r.preemptions[row])
-        self._finished.append(Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first))
+        versions = self.versions.of(row)
+        self._finished.append(Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first, versions))
         self.stats.requests_finished += 1
         self._running = self._running[self._running != row]
         self._preempted.pop(row, None)
@@ -489,7 +532,7 @@ class Scheduler:
         """The counters, with the gauges of now."""
         stats = self.stats
         stats.running = len(self._running)
-        stats.waiting = len(self._waiting) + len(self._preempted)
+        stats.waiting = len(self._waiting) + len(self._held) + len(self._preempted)
         stats.blocks_total = self.pool.capacity
         stats.blocks_used = self.pool.capacity - self.pool.available
         return stats
@@ -500,6 +543,21 @@ class Scheduler:
         self._end_steady()
         self.pool.unpublish_all()
         self.rows.blocks_hashed[self._running] = NEVER
+
+    def new_weights(self, *, recompute: bool) -> int:
+        """The weights have changed: forget every prefix and count the version, which is returned. Only while no step
+        is in flight.
+
+        Args:
+            recompute: take the blocks of running rows, so that their past is computed again with the new weights.
+                Otherwise they go on from what the old ones computed.
+        """
+        self.reset_prefix_cache()
+        live = [row for row in self._row_of.values() if not self.rows.finished[row]]
+        self.versions.advance(live, recompute=recompute)
+        if recompute:
+            self.preempt_all()
+        return self.versions.now
 
     def check(self) -> None:
         """Integrity of blocks and rows; for tests and debug runs.

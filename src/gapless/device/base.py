@@ -104,6 +104,14 @@ class Device(Protocol):
         """Zeroed tensor in device memory, at an address that stays."""
         ...
 
+    def release_buffer(self, name: str) -> None:
+        """Forget a buffer that no work names any more; its memory goes with the last reference."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory that nobody uses back to the system; captures that come later share a fresh pool."""
+        ...
+
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         """Copy between equal shapes on the h2d stream."""
         ...

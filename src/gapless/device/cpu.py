@@ -145,6 +145,12 @@ class CpuDevice:
         self._buffers[name] = buffer
         return buffer
 
+    def release_buffer(self, name: str) -> None:
+        del self._buffers[name]
+
+    def trim(self) -> None:
+        pass  # freed large buffers go back to the system at once
+
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.h2d += 1
         self.copies.h2d_bytes += src.nbytes

@@ -93,6 +93,13 @@ class CudaDevice:
         torch.cuda.current_stream(self.torch_device).synchronize()  # sync-ok: at start; zeros land before any step
         return buffer
 
+    def release_buffer(self, name: str) -> None:
+        pass  # buffers are known by their references alone
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+        self.pool = torch.cuda.graph_pool_handle()  # the allocator may have forgotten the old one
+
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.h2d += 1
         self.copies.h2d_bytes += src.nbytes

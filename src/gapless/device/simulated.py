@@ -144,6 +144,14 @@ class SimulatedDevice:
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         return self._register(torch.zeros(shape, dtype=dtype), name)
 
+    def release_buffer(self, name: str) -> None:
+        buffer = self._buffers.pop(name)
+        self._starts.remove((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, name))
+        self._declared.clear()
+
+    def trim(self) -> None:
+        pass
+
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.h2d += 1
         self.copies.h2d_bytes += src.nbytes

@@ -27,8 +27,13 @@ ROOT = b""
 
 
 def block_key(parent: bytes, tokens: I32, extra: bytes = b"") -> bytes:
-    """Hash of one full block whose predecessor hashes to ``parent`` (`ROOT` for the first)."""
-    digest = hashlib.blake2b(parent, digest_size=16, key=extra[:64])
+    """Hash of one full block whose predecessor hashes to ``parent`` (`ROOT` for the first).
+
+    Blocks of equal tokens with another ``extra`` hash differently. All of it counts, however long it is.
+    """
+    if len(extra) > hashlib.blake2b.MAX_KEY_SIZE:
+        extra = hashlib.blake2b(extra).digest()
+    digest = hashlib.blake2b(parent, digest_size=16, key=extra)
     digest.update(tokens.tobytes())
     return digest.digest()
 

@@ -159,17 +159,29 @@ class TransformersModel:
 
 
 def private_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The module tree and config copied, parameters and buffers shared; in eval mode."""
+    """The module tree and config copied, parameters and buffers shared; in eval mode.
+
+    The parameters are objects of their own over the same storage. So an optimizer is followed, and a caller who
+    converts or moves its model does not pull the weights away under a step.
+    """
     devices = {tensor.device for tensor in model.parameters()}
     if len(devices) != 1:
         listed = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(
             f"{type(model).__name__} lies on several devices ({listed}); move it to one"
         )
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
+    shared: dict[int, Any] = {id(tensor): _twin(tensor) for tensor in model.parameters()}
     shared.update((id(tensor), tensor) for tensor in model.buffers())
     copied = copy.deepcopy(model, shared)
     return copied.eval()
+
+
+def _twin(parameter: nn.Parameter) -> nn.Parameter:
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    twin = nn.Parameter(parameter.data, requires_grad=False)
+    twin.gapless_source = parameter  # type: ignore[attr-defined]  # who must follow when the storage is merged
+    return twin
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

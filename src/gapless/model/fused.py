@@ -261,14 +261,33 @@ def _check_parts(layer: nn.Module, at: str, eps: float, ops: Any) -> None:
 
 
 def _merge(parts: list[nn.Linear], name: str) -> torch.Tensor:
-    """The parts' rows in one tensor; the parameters become views of it."""
-    merged = torch.cat([getattr(p, name).data for p in parts])
+    """The parts' rows in one tensor; the parameters, and the caller's with which they share, become views of it."""
+    parameters = [getattr(part, name) for part in parts]
+    merged = _merged_before(parameters)
+    if merged is not None:
+        return merged
+    merged = torch.cat([parameter.data for parameter in parameters])
     at = 0
-    for part in parts:
-        parameter = getattr(part, name)
-        parameter.data = merged[at : at + len(parameter)]
+    for parameter in parameters:
+        view = merged[at : at + len(parameter)]
+        for owner in (parameter, getattr(parameter, "gapless_source", parameter)):
+            owner.data = view
         at += len(parameter)
     return merged
+
+
+def _merged_before(parameters: list[nn.Parameter]) -> torch.Tensor | None:
+    """The tensor of which these are neighbouring parts, if another engine over the same model has merged them."""
+    first = parameters[0].data
+    at = first.data_ptr()
+    for parameter in parameters:
+        data = parameter.data
+        same = data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and data.is_contiguous() and data.data_ptr() == at and data.shape[1:] == first.shape[1:]):
+            return None
+        at += data.nbytes
+    rows = sum(len(parameter) for parameter in parameters)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _rotary_table(rotary: nn.Module, count: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

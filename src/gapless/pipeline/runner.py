@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.device.base import Access, Device, DeviceError, Event
+from gapless.device.base import NOTHING, Access, Device, DeviceError, Event
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import slot_layout, step_inputs
@@ -112,14 +112,9 @@ class Runner:
         max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs)
         self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates) for i in range(depth)])
         self._arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
-        self._kv = [
-            device.device_buffer(
-                (2, num_blocks, layout.block_size, spec.num_kv_heads, spec.head_dim_k),
-                getattr(torch, spec.dtype),
-                f"kv{i}",
-            )
-            for i, spec in enumerate(model.kv_specs)
-        ]
+        self._num_blocks = num_blocks
+        self._kv: list[torch.Tensor] = []
+        self._take_pool()
         ints = device.device_buffer((3 * max_tokens + 2 * max_seqs,), torch.int64, "indices")
         lens = device.device_buffer((max_seqs,), torch.int32, "seq_lens")
         t, s = max_tokens, max_seqs
@@ -127,15 +122,26 @@ class Runner:
             ints[:t], ints[t : 2 * t], ints[2 * t : 3 * t], lens, ints[3 * t : 3 * t + s], ints[3 * t + s :]
         )
         self._logits = device.device_buffer((max_seqs, model.vocab_size), model.dtype, "logits")
-        state = (self._arena.words, *self._kv, ints, lens, self._logits)
-        self._forward_access = [Access((slot.device, *state), state) for slot in self._ring.slots]
-        self._sample_access = [
-            Access((slot.device, *state, slot.out), (self._arena.words, slot.out)) for slot in self._ring.slots
-        ]
+        self._index_buffers = (ints, lens)
+        self._bind()
         self._captured: dict[tuple[int, Key], Callable[[], None]] = {}
         # One more than slots: the end of the step before is still needed when a step has been waited for.
         self._watches = [Stopwatch(device.event(timing=True), device.event(timing=True)) for _ in range(depth + 1)]
         self._last: Stopwatch | None = None
+
+    def _take_pool(self) -> None:
+        """The KV pool, zeroed."""
+        for i, spec in enumerate(self.model.kv_specs):
+            shape = (2, self._num_blocks, self.layout.block_size, spec.num_kv_heads, spec.head_dim_k)
+            self._kv.append(self.device.device_buffer(shape, getattr(torch, spec.dtype), f"kv{i}"))
+
+    def _bind(self) -> None:
+        """Say what the two halves of a step touch."""
+        state = (self._arena.words, *self._kv, *self._index_buffers, self._logits)
+        self._forward_access = [Access((slot.device, *state), state) for slot in self._ring.slots]
+        self._sample_access = [
+            Access((slot.device, *state, slot.out), (self._arena.words, slot.out)) for slot in self._ring.slots
+        ]
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -179,6 +185,29 @@ class Runner:
         idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
         return StepResult(step.plan, tokens, busy, max(idle, 0.0), records)
 
+    # ---- between steps --------------------------------------------------------------------------------------------
+
+    def run_alone(self, work: Callable[[], None], name: str) -> None:
+        """Run ``work`` on the compute stream and wait for it. Only while no step is in flight."""
+        self.device.launch(work, NOTHING, name)
+        self.device.synchronize()
+
+    def drop_memory(self) -> None:
+        """Let go of the graphs and of the KV pool. Only while no step is in flight; see `gapless.pipeline.sleeping`."""
+        self.device.synchronize()
+        self._captured.clear()
+        for i in range(len(self._kv)):
+            self.device.release_buffer(f"kv{i}")
+        self._kv.clear()
+        self._forward_access, self._sample_access = [], []
+
+    def take_memory(self) -> None:
+        """Take the KV pool again, and capture what was captured at start; every kernel is compiled by now."""
+        self._take_pool()
+        self._bind()
+        if self._shapes.capture:
+            self.capture(self.graph_keys(), run=False)
+
     # ---- start --------------------------------------------------------------------------------------------------
 
     def graph_keys(self) -> list[Key]:
@@ -191,16 +220,19 @@ class Runner:
         samples = [Key("sample", s, s, False, f) for s in shapes.seq_buckets for f in COMBINATIONS]
         return sorted(forwards + samples, key=lambda key: -key.num_tokens)
 
-    def capture(self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter) -> None:
+    def capture(
+        self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter, *, run: bool = True
+    ) -> None:
         """Run each key once, so that every kernel is compiled, and capture it for each slot.
 
-        The slots hold zeros, that is a step of no tokens: all of it is padding.
+        The slots hold zeros, that is a step of no tokens: all of it is padding. Without ``run`` the kernels must have
+        been compiled, and what the slots hold does not matter.
         """
         with self.device.thread_context():
             for key in progress(keys):
                 for slot in self._ring.slots:
                     work = self._build(key, slot)
-                    if slot.index == 0:
+                    if slot.index == 0 and run:
                         work()
                         self.device.synchronize()
                     if self._shapes.capture:
@@ -219,6 +251,7 @@ class Runner:
             self.device.synchronize()  # no graph is destroyed under a step that runs
         self._captured.clear()
         del self._ring, self._arena, self._kv, self._indices, self._logits, self._forward_access, self._sample_access
+        del self._index_buffers
         del self.model
         self.device.close()
 

@@ -170,6 +170,8 @@ class RequestGroup:
     prompt_list: list[int] | None = field(default=None, init=False, repr=False)
     metrics: RequestMetrics = field(init=False, repr=False)
     silent: bool = field(default=False, init=False, repr=False)
+    weight_version: int = field(default=-1, init=False, repr=False)  # -1: nothing has come yet
+    first_weight_version: int = field(default=-1, init=False, repr=False)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, init=False, repr=False)
     prompt_reader: LogprobReader | None = field(default=None, init=False, repr=False)
 
@@ -187,6 +189,12 @@ class RequestGroup:
         if self.params.prompt_logprobs is not None:
             self.prompt_reader = LogprobReader(self.tokenizer, self.params.prompt_logprobs)
             self.prompt_logprobs = [None]
+
+    def saw_weights(self, first: int, last: int) -> None:
+        """Work of these versions of the weights, and of those between, is in the completions."""
+        self.weight_version = max(self.weight_version, last)
+        known = self.first_weight_version >= 0
+        self.first_weight_version = min(self.first_weight_version, first) if known else first
 
     def add_prompt_record(self, position: int, record: I32) -> None:
         """Takes the log-probabilities of a token of the prompt; they come in order."""

@@ -118,6 +118,8 @@ class OutputProcessor:
             except Exception as error:
                 self._break(c.group, error, "detokenizing")
                 continue
+            if c.group.weight_version != message.weight_version:
+                c.group.saw_weights(message.weight_version, message.weight_version)
             if c.group.metrics.first_token_time is None:
                 c.group.metrics.first_token_time = message.time
             touched.setdefault(c.group, {})[c.index] = c
@@ -137,6 +139,7 @@ class OutputProcessor:
             metrics.num_preemptions += end.num_preemptions
             if end.first_token_time is not None:
                 metrics.first_token_time = min(metrics.first_token_time or end.first_token_time, end.first_token_time)
+            c.group.saw_weights(*end.weight_versions)
             touched.setdefault(c.group, {})[c.index] = c
             self._close(c)
         for group, completions in touched.items():
@@ -180,6 +183,8 @@ class OutputProcessor:
             left == 0,
             group.metrics,
             group.take_prompt_logprobs(),
+            group.weight_version,
+            group.first_weight_version,
         )
         if left == 0:
             group.completions = []  # they refer back to the group
@@ -227,4 +232,6 @@ def accumulate(total: RequestOutput, delta: RequestOutput) -> None:
         old.cumulative_logprob = new.cumulative_logprob
     total.outputs.sort(key=lambda c: c.index)
     total.prompt_logprobs = total.prompt_logprobs or delta.prompt_logprobs
+    total.weight_version = delta.weight_version
+    total.first_weight_version = min(total.first_weight_version, delta.first_weight_version)
     total.finished, total.metrics = delta.finished, delta.metrics
