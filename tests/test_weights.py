@@ -363,7 +363,7 @@ def test_twenty_rounds_leave_nothing_behind() -> None:
 
     def tensors() -> int:
         gc.collect()
-        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        return sum(type(o) in (torch.Tensor, nn.Parameter) for o in gc.get_objects())
 
     with engine_of(model) as llm:
         counts, threads = [], threading.active_count()

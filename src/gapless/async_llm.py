@@ -142,6 +142,16 @@ class AsyncLLM:
         """How often the weights were updated."""
         return self._client.weight_version
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds the engine."""
+        return self._client.is_paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its memory is given back, see `LLM.sleep`."""
+        return self._client.is_sleeping
+
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `LLM.pause`."""
         await asyncio.to_thread(self._client.pause, mode)

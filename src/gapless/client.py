@@ -330,6 +330,16 @@ class EngineClient:
         """How often the weights were updated."""
         return self._scheduler.versions.now
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds it."""
+        return self._engine.control.paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its memory is given back."""
+        return self._engine.control.level > 0
+
     def pause(self, mode: PauseMode) -> None:
         """See `LLM.pause`. From any thread."""
         if mode not in PAUSE_MODES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -18,6 +19,8 @@ from gapless.pace import INTERVAL, Pace
 from gapless.request import RequestOutput, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt
+
+logger = logging.getLogger("gapless")
 
 
 class LLM:
@@ -105,6 +108,8 @@ class LLM:
         collector = _Collector(len(prompts), Pace(self._client.stats) if use_tqdm else None)
         priorities = _each("priority", priority, len(prompts))
         salts = _each("cache_salt", cache_salt, len(prompts))
+        if self.is_paused or self.is_sleeping:
+            logger.warning("the engine is paused or asleep: these requests wait until another thread lets it go on")
         groups = self._client.submit(
             [
                 Submission(p, s, collector.output(i), collector.error, priority=rank, cache_salt=salt)
@@ -167,12 +172,24 @@ class LLM:
         """How often the weights were updated; `RequestOutput.weight_version` says it of a result."""
         return self._client.weight_version
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds the engine."""
+        return self._client.is_paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its memory is given back, see `sleep`."""
+        return self._client.is_sleeping
+
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop computing; return when the device has nothing more to do. New requests queue until `resume`.
 
         Args:
-            mode: "keep": running requests stop where they are and go on later. "abort": every request ends, with
-                finish reason ``abort``. "finish": those that were submitted before run to their end first.
+            mode: "keep": running requests stop where they are and go on later, also if a pause of mode "finish" waits
+                for them. "abort": every request ends, with finish reason ``abort``. "finish": those that were
+                submitted before run to their end first; a `resume` from another thread ends the wait. In a pause,
+                "keep" and "finish" change nothing.
         """
         self._client.pause(mode)
 
