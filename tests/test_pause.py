@@ -12,9 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from engines import Gate, check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, SamplingParams, WeightError
+from gapless.device.cpu import CpuDevice
+from gapless.pipeline.runner import Key
+from harness import make_parts, make_request
+from hash_model import HashModel
 from models import tiny
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -262,6 +267,26 @@ def test_death_ends_every_wait() -> None:
                 wait.result(30)
         with pytest.raises(EngineDeadError, match="broken on purpose"):
             llm.sleep()
+
+
+def test_warming_up_writes_to_nobody_s_rows() -> None:
+    """A wake runs a step of padding alone, while rows wait for their blocks."""
+    model = HashModel()
+    scheduler, runner = make_parts(model, CpuDevice(debug=True), depth=2)
+    for i in range(3):
+        scheduler.add(make_request(i, [2 + i] * 9, 5))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, runner.wait(runner.launch(plan)).tokens)
+    row = runner.layout.null_row
+    tables = [t[:row].clone() for t in (runner._arena.token_table, runner._arena.block_tables, runner._arena.params)]
+    blocks = [t[:, 1:].clone() for t in runner._kv]
+    runner._warm([Key("forward", 16, 4, False), Key("forward", 4, 4, True), Key("sample", 4, 4, False)])
+    after = (runner._arena.token_table, runner._arena.block_tables, runner._arena.params)
+    assert all(torch.equal(a, b[:row]) for a, b in zip(tables, after, strict=True))
+    assert all(torch.equal(a, b[:, 1:]) for a, b in zip(blocks, runner._kv, strict=True))
+    runner.close()
 
 
 def test_a_call_that_must_wait_says_so(caplog: pytest.LogCaptureFixture) -> None:

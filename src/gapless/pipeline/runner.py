@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
@@ -72,6 +73,20 @@ class Key(NamedTuple):
     num_seqs: int
     decode_only: bool
     features: Feature = Feature.GREEDY
+
+
+NO_STEP = StepPlan(
+    step=0,
+    rows=np.zeros(0, np.int32),
+    starts=np.zeros(0, np.int32),
+    query_lens=np.zeros(0, np.int32),
+    samples=np.zeros(0, np.bool_),
+    input_ids=np.zeros(0, np.int32),
+    carry=np.zeros(0, np.bool_),
+    updates=np.zeros((0, 2), np.int32),
+    features=Feature.GREEDY,
+)
+"""Nothing but padding: it names the null row and the null block alone."""
 
 
 class Runner:
@@ -206,7 +221,20 @@ class Runner:
         self._take_pool()
         self._bind()
         if self._shapes.capture:
-            self.capture(self.graph_keys(), run=False)
+            keys = self.graph_keys()
+            self._warm(keys)
+            self.capture(keys, run=False)
+
+    def _warm(self, keys: list[Key]) -> None:
+        """Run the smallest key of each kind without a token. Libraries keep a handle and a workspace for each thread
+        that calls them, which a capture may not be the first to ask for; and this thread has only replayed."""
+        slot, smallest = self._ring.slots[0], {(key.half, key.decode_only): key for key in keys}
+        with self.device.thread_context():
+            for key in smallest.values():
+                slot.fill(NO_STEP, slot_layout(key.num_tokens, key.num_seqs), self.layout.null_row)
+                slot.device.copy_(slot.host)
+                self._build(key, slot)()
+            self.device.synchronize()
 
     # ---- start --------------------------------------------------------------------------------------------------
 

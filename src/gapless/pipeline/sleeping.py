@@ -2,7 +2,7 @@
 
 Called on the loop's thread while no step is in flight. The rows (tokens, block tables, parameters) and the slots stay:
 they are small, and a request goes on from them. What the cache held is lost, so the scheduler must have taken all
-blocks back before. Nothing is compiled at wake: a capture alone is cheap.
+blocks back before. Nothing is compiled at wake, and almost nothing runs: a capture alone is cheap.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gapless.pipeline.runner import Runner
 def put_to_sleep(runner: Runner, weights: Weights | None = None) -> None:
     """Give the KV pool and the graphs back, and the ``weights`` if they are given."""
     with _exclusive(runner):
-        runner.drop_memory()
         if weights is not None:
-            weights.to_host()
+            weights.to_host()  # first: it can fail, and nothing has changed then
+        runner.drop_memory()
         runner.device.trim()
 
 
