@@ -18,6 +18,7 @@ from engines import Gate, check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, SamplingParams, WeightError
 from gapless.device.cpu import CpuDevice
 from gapless.pipeline.runner import Key
+from gapless.request import FinishReason
 from harness import make_parts, make_request
 from hash_model import HashModel
 from models import tiny
@@ -307,3 +308,22 @@ def test_weights_cannot_change_under_level_2() -> None:
         with pytest.raises(WeightError, match=r"call wake\(\) first"):
             llm.update_weights()
         store._host.clear()
+
+
+def test_a_request_that_is_held_can_be_aborted() -> None:
+    scheduler, runner = make_parts(HashModel(), CpuDevice(), depth=1)
+    scheduler.holding = True
+    scheduler.add(make_request(0, [2, 3], 4))
+    scheduler.add(make_request(1, [2, 3], 4))
+    assert scheduler.schedule() is None
+    assert not scheduler.has_requests
+    assert scheduler.snapshot().waiting == 2
+    scheduler.finish(0, FinishReason.ABORT)
+    message = scheduler.message()
+    assert message is not None
+    assert [(f.id, f.reason) for f in message.finished] == [(0, FinishReason.ABORT)]
+    scheduler.release_held()
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.rows.ids[plan.rows].tolist() == [1]
+    runner.close()
