@@ -34,6 +34,8 @@ from gapless.trace.chrome import TraceError, read_events
 from gapless.trace.recording import COPY, Recording, collect
 
 MARK = "gapless:mark"
+WARNED = "synchronizing operation"
+"""What is known of an operation that only PyTorch's warning tells of."""
 SOON_US = 500.0
 """A warning comes at the end of its operation; one that comes later belongs to another."""
 
@@ -174,13 +176,21 @@ def match(recording: Recording, notes: list[Note], threads: dict[str, int], shif
     for note in sorted(notes, key=lambda n: n.start):
         by_thread.setdefault(note.thread, []).append(note)
     found: dict[tuple[str, str], list[tuple[str, float, bool]]] = {}
+    functions: dict[str, list[str]] = {}  # of each line
     for row in np.flatnonzero(blocking | is_copy).tolist():
         start, end = float(calls.start[row]), float(calls.end[row])
         name = names[int(calls.name[row])]
         thread = threads.get(recording.lanes[int(calls.lane[row])], -1)
         owner = _owner(by_thread.get(thread, []), (start - shift) * 1e-6, (end - shift) * 1e-6)
         key = (owner.line, owner.what) if owner is not None else ("", name)
+        if owner is not None and owner.what != WARNED and owner.what not in functions.setdefault(owner.line, []):
+            functions[owner.line].append(owner.what)
         found.setdefault(key, []).append((name, (end - start) / 1e3, bool(is_copy[row])))
+    # Where the clocks differ by more than the slack, a function's call seems to be the warning's, on the same line.
+    for (line, what), many in list(found.items()):
+        if what == WARNED and line in functions:
+            found[line, functions[line][0]] += many
+            del found[line, what]
     rows = []
     for (line, what), many in found.items():
         kinds = tuple(sorted({name for name, _, _ in many}))
@@ -248,7 +258,7 @@ def noting() -> Iterator[list[Note]]:
                     show(message, category, filename, lineno, *rest, **more)
                     return
                 now = time.perf_counter()
-                notes.append(Note(threading.get_native_id(), now, now, "synchronizing operation", user_line()))
+                notes.append(Note(threading.get_native_id(), now, now, WARNED, user_line()))
 
             warnings.showwarning = showwarning
             yield notes
