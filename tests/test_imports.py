@@ -12,10 +12,10 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
 LAYERS = [
-    {"checks", "config", "errors", "request", "plan", "messages"},
+    {"checks", "config", "errors", "request", "structured", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"draft", "row_words", "rows", "prefix", "steady", "versions", "waiting", "scheduler"},
+    {"grammar", "draft", "row_words", "rows", "prefix", "steady", "versions", "waiting", "scheduler"},
     {"model", "attention", "sampling"},
     {"pipeline"},
     {"control", "engine", "build"},

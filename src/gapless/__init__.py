@@ -25,6 +25,7 @@ from gapless.request import (
     RequestOutputKind,
     SamplingParams,
 )
+from gapless.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from gapless.async_llm import AsyncLLM
@@ -47,6 +48,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "WeightError",
 ]

@@ -99,6 +99,8 @@ class AsyncLLM:
             mode = _MODES[RequestOutputKind(params.output_kind)]
         mailbox = _Mailbox(asyncio.get_running_loop(), merge=mode == "delta")
         submission = Submission(encoded, params, mailbox.put, mailbox.fail, mode, request_id, priority, cache_salt)
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(self._client.compile, params)
         (group,) = self._client.submit([submission])
         finished = False
         try:

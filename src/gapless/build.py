@@ -20,6 +20,7 @@ from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
 from gapless.engine import Engine
 from gapless.errors import ConfigError, UnsupportedModelError
+from gapless.grammar.compiler import available
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.model.weights import Weights
@@ -157,6 +158,7 @@ def _build(
                 kernels=kernels,
                 shapes=shapes,
                 processed_logprobs=config.logprobs_mode == "processed_logprobs",
+                masks=available(),
             )
         except BaseException as error:
             chosen.close()  # or its threads would stay

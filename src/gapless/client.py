@@ -26,6 +26,7 @@ from gapless.config import EngineConfig
 from gapless.control import PAUSE_MODES, PauseMode
 from gapless.engine import EngineStats
 from gapless.errors import ConfigError, EngineClosedError, RequestError, WeightError, naming_prompt
+from gapless.grammar.compiler import GrammarCompiler
 from gapless.messages import StepMessage
 from gapless.model.weights import Named, WeightUpdate
 from gapless.pipeline.runner import Key
@@ -138,6 +139,8 @@ class EngineClient:
         self._vocab_size = built.model.vocab_size
         self._engine = built.engine
         self._scheduler = built.scheduler
+        self._compiler: GrammarCompiler | None = None
+        self._compiling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gapless-output", daemon=True)
         self._thread.start()
         self._engine.start()
@@ -212,6 +215,9 @@ class EngineClient:
                 f"{len(stops)} ids would end this request, the model's own included; at most {MAX_STOP_TOKEN_IDS} can"
             )
         priority, key = check_priority(submission.priority), cache_key(submission.cache_salt)
+        grammars: list[Any] = [None] * params.n
+        if params.structured_outputs is not None:
+            grammars = list(self._grammars().grammars(params, tuple(stops), params.n))
         numbers = [next(self._ids) for _ in range(params.n)]
         base = self._derived_seed(numbers[0]) if params.seed is None else params.seed
         return [
@@ -228,9 +234,27 @@ class EngineClient:
                 prompt_logprobs=None if i else params.prompt_logprobs,
                 priority=priority,
                 cache_key=key,
+                grammar=grammars[i],
             )
             for i, number in enumerate(numbers)
         ]
+
+    def compile(self, params: SamplingParams) -> None:
+        """Compile what `submit` would, so that it finds it ready: for threads that must not wait for seconds.
+
+        Raises:
+            RequestError: naming the field and what is wrong with it.
+        """
+        if params.structured_outputs is not None:
+            self._grammars().compile(params)
+
+    def _grammars(self) -> GrammarCompiler:
+        """Made when the first request needs it: it has a process of its own."""
+        with self._compiling:
+            if self._compiler is None:
+                self._engine.raise_if_dead()
+                self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size, self._built.model.eos_token_ids)
+            return self._compiler
 
     def _derived_seed(self, number: int) -> int:
         digest = hashlib.blake2b(f"{self.config.seed}:{number}".encode(), digest_size=8).digest()
@@ -372,6 +396,9 @@ class EngineClient:
                 return
             self._closed = True
         self._engine.close()
+        with self._compiling:
+            if self._compiler is not None:
+                self._compiler.close()
         self._messages.put(None)
         if threading.current_thread() is not self._thread:
             left = -1

@@ -25,13 +25,14 @@ from gapless.request import FinishReason, Request
 from gapless.scheduler import Scheduler
 
 T = TypeVar("T")
-PHASES = ("receive", "schedule", "launch", "wait", "commit", "publish")
+PHASES = ("receive", "schedule", "launch", "mask", "wait", "commit", "publish")
 Observer = Callable[[str, float, float], None]
 """Is told of each phase as it ends, on the loop's thread: its name, or ``idle``; start and end by ``perf_counter``."""
 
 
 class StepResult(Protocol):
-    """A finished step. ``busy_ms`` is from its first to its last work on the device, ``idle_ms`` the gap before it."""
+    """A finished step. ``busy_ms`` is from its first to its last work on the device, ``idle_ms`` the gap before it,
+    ``held_ms`` a gap within it, which is not in ``busy_ms``."""
 
     @property
     def plan(self) -> StepPlan: ...
@@ -43,12 +44,15 @@ class StepResult(Protocol):
     def busy_ms(self) -> float: ...
     @property
     def idle_ms(self) -> float: ...
+    @property
+    def held_ms(self) -> float: ...
 
 
 class StepRunner(Protocol):
-    """The pipeline as the loop sees it: `launch` never blocks, `wait` is the only call that does."""
+    """The pipeline as the loop sees it: `launch` and `sample` never block, `wait` is the only call that does."""
 
     def launch(self, plan: StepPlan) -> Any: ...
+    def sample(self, step: Any, write: Callable[[I32], I32]) -> None: ...
     def wait(self, step: Any) -> StepResult: ...
     def thread_context(self) -> contextlib.AbstractContextManager[None]: ...
     def close(self) -> None: ...
@@ -59,12 +63,15 @@ class EngineStats:
     """Sums since the start, in seconds; written by the loop's thread, read by anyone.
 
     ``host`` has one entry per phase of the loop. The device's time splits into ``busy`` (a step was running),
-    ``idle_host`` (it waited for the host) and ``idle_no_work`` (there was no request).
+    ``idle_host`` (it waited for the host), ``idle_masks`` (it waited between a forward and its sampling for masks of
+    structured output) and ``idle_no_work`` (there was no request).
     """
 
     steps: int = 0
+    held_steps: int = 0  # of them: steps that sample after masks have come
     busy: float = 0.0
     idle_host: float = 0.0
+    idle_masks: float = 0.0
     idle_no_work: float = 0.0
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -136,6 +143,9 @@ class Engine:
         while self._running:
             while len(in_flight) < self._depth and (plan := self._schedule()) is not None:
                 in_flight.append(self._launch(plan))  # enqueues on h2d, compute, d2h; never blocks
+            if self.scheduler.held and len(in_flight) == 1:  # every token before it is known, so its grammars are too
+                self._mask(in_flight[0][0])
+                continue
             result = self._wait(*in_flight.popleft()) if in_flight else None  # the host waits for the device here only
             self._receive(block=result is None)  # after the wait, so that an abort beats the outputs
             if result is not None:
@@ -163,12 +173,19 @@ class Engine:
         self._lap("launch")
         return step, starved
 
+    def _mask(self, step: Any) -> None:
+        """The second half of a launch whose step has rows with grammars."""
+        self._runner.sample(step, self.scheduler.fill_masks)
+        self._lap("mask")
+
     def _wait(self, step: Any, starved: bool) -> StepResult:
         result = self._runner.wait(step)
         self._lap("wait")
         stats = self.stats
         stats.steps += 1
         stats.busy += result.busy_ms * 1e-3
+        stats.idle_masks += result.held_ms * 1e-3
+        stats.held_steps += result.plan.constrained is not None
         if starved:
             stats.idle_no_work += result.idle_ms * 1e-3
         else:

@@ -194,6 +194,9 @@ class StepPlan:
         scores: bool ``[S]``, or None for none: the sequence asks how likely the prompt's own next token is, which the
             token table holds. Such a sequence is one token long, and several of them may name the same row: what one
             of them writes into the cache, the later ones read, as every token of a chunk does.
+        constrained: bool ``[S]``, or None for none: the sequence draws a token that a grammar restricts. The mask of
+            what it allows depends on the tokens before, so the step is held between its forward and its sampling until
+            all older steps are committed; see `gapless.engine.Engine`.
     """
 
     step: int
@@ -206,6 +209,7 @@ class StepPlan:
     updates: I32
     features: Feature
     scores: Bools | None = None
+    constrained: Bools | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gapless import checks
 from gapless.checks import check_integer, check_number, refuse
 from gapless.errors import RequestError, did_you_mean
+from gapless.structured import StructuredOutputsParams, structured_outputs
 
 MAX_STOP_TOKEN_IDS = 32
 """Ends by token that one request may have, end-of-sequence ids included (they are masked on the device)."""
@@ -83,6 +84,8 @@ class SamplingParams:
         logprobs: log-probabilities of the chosen token and of this many most likely ones, at most 20. None: none.
         prompt_logprobs: the same for the tokens of the prompt. It is computed a bounded number of tokens per step, and
             reads no prefix cache.
+        structured_outputs: the form that the output has: a JSON schema, a regular expression, a choice or a grammar. An
+            output that ends by ``max_tokens`` or a stop string may be incomplete.
         output_kind: what each output of `AsyncLLM` holds: cumulative, delta or final. `LLM` gives the final one.
     """
 
@@ -107,6 +110,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     output_kind: str = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -148,6 +152,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 integer(name, 0, allowed, MAX_LOGPROBS)
+        set_plain("structured_outputs", structured_outputs(self.structured_outputs))
         kinds = [kind.value for kind in RequestOutputKind]
         if self.output_kind not in kinds:
             raise refuse("output_kind", self.output_kind, f"one of {', '.join(kinds)}")
@@ -191,6 +196,7 @@ class Request:
         streaming: the output side wants each token, not the finished sequence only.
         priority: lower runs earlier; first come, first served among equals.
         cache_key: keeps its blocks apart from those of requests with another one; see `cache_key`.
+        grammar: where `SamplingParams.structured_outputs` has got to, a `gapless.grammar.matcher.Grammar`.
         block_hashes: the scheduler's memory of the hash chain of its full blocks.
     """
 
@@ -206,6 +212,7 @@ class Request:
     prompt_logprobs: int | None = None
     priority: int = 0
     cache_key: bytes = b""
+    grammar: Any = None  # a type of a higher layer
     block_hashes: list[bytes] = field(default_factory=list)
 
 

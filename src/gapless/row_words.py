@@ -16,7 +16,12 @@ def processes(request: Request) -> bool:
     """Whether its logits are changed before a token is chosen."""
     p = request.params
     penalties = p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
-    return bool(penalties or p.logit_bias or request.bad_words or p.allowed_token_ids is not None)
+    return bool(penalties or p.logit_bias or request.bad_words or restricts(request))
+
+
+def restricts(request: Request) -> bool:
+    """Whether a mask over the vocabulary says which tokens can be chosen."""
+    return request.params.allowed_token_ids is not None or request.grammar is not None
 
 
 def needs_prompt_on_device(request: Request) -> bool:
@@ -51,7 +56,7 @@ def request_updates(request: Request, layout: RowLayout, row: int) -> I32:
         ends = np.cumsum([0, *map(len, request.bad_words)])
         parts.append(_at(at, ends.astype(np.int32)))
         parts.append(_at(at + MAX_BAD_WORDS + 1, np.concatenate(request.bad_words).astype(np.int32)))
-    if params.allowed_token_ids is not None:
+    if params.allowed_token_ids is not None and request.grammar is None:  # its masks come step by step, with these
         parts.append(_at(layout.allowed_at + row * layout.mask_words, allowed_mask(params, layout)))
     return np.concatenate(parts)
 
@@ -83,7 +88,7 @@ def _param_words(request: Request) -> I32:
     floats[Word.REPETITION] = params.repetition_penalty
     words[Word.NUM_BIAS] = len(params.logit_bias or ())
     words[Word.NUM_BAD_WORDS] = len(request.bad_words)
-    words[Word.ALLOWED_ONLY] = params.allowed_token_ids is not None
+    words[Word.ALLOWED_ONLY] = restricts(request)
     words[Word.PROCESS] = processes(request)
     words[Word.NUM_LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
     words[Word.NUM_PROMPT_LOGPROBS] = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1

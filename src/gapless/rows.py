@@ -49,6 +49,7 @@ class RowTable:
         self.features = np.zeros(rows, np.int32)
         self.to_score = np.zeros(rows, np.int32)  # [0, to_score): positions of the prompt whose next token is scored
         self.scored = np.zeros(rows, np.int32)  # [0, scored) are, in launched steps
+        self.constrained = np.zeros(rows, np.bool_)  # a grammar restricts its tokens
         self.needs_prompt = np.zeros(rows, np.bool_)  # the sampler reads the prompt in the token table
         self.ids = np.zeros(rows, np.int64)
         self.priority = np.zeros(rows, np.int64)
@@ -88,6 +89,7 @@ class RowTable:
         self.features[row] = int(row_features(request))
         self.to_score[row] = 0 if request.prompt_logprobs is None else n - 1
         self.scored[row] = 0
+        self.constrained[row] = request.grammar is not None
         self.needs_prompt[row] = needs_prompt_on_device(request)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids

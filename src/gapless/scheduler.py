@@ -26,6 +26,7 @@ import numpy as np
 from gapless.config import EngineConfig
 from gapless.draft import Draft, places
 from gapless.errors import RequestError
+from gapless.grammar.matcher import fill_masks
 from gapless.kv.pool import BlockPool
 from gapless.messages import Finished, PromptRecords, StepMessage
 from gapless.plan import I32, Feature, RowLayout, StepPlan
@@ -42,7 +43,7 @@ NO_IDS = np.zeros(0, np.int64)
 NO_TOKENS = np.zeros(0, np.int32)
 NO_TOKEN = (
     "no token can be chosen: the logits of this request are not finite (NaN), or its own parameters "
-    "(allowed_token_ids, bad_words, min_tokens) mask all of them"
+    "(allowed_token_ids, bad_words, min_tokens, structured_outputs) mask all of them"
 )
 
 
@@ -106,6 +107,7 @@ class Scheduler:
         self._draining: list[int] = []  # rows of finished requests that steps in flight still name
         self._blocked: tuple[int, int] | None = None  # the first waiting request, and the blocks it did not fit in
         self._step = 0
+        self._held: StepPlan | None = None  # the latest step, while its masks are missing
         self._finished: list[Finished] = []
         self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
         self._stream_records: I32 | None = None
@@ -170,7 +172,10 @@ class Scheduler:
     # ---- planning -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a step in flight is committed."""
+        """The next step, or None when nothing can be computed before a step in flight is committed, or while the
+        latest one is held for its masks."""
+        if self._held is not None:
+            return None
         if self._steady is not None and (plan := self._next_steady(self._steady)) is not None:
             return plan
         if not self.has_requests:
@@ -211,6 +216,7 @@ class Scheduler:
 
     def _count_step(self, plan: StepPlan) -> None:
         self._step += 1
+        self._held = None if plan.constrained is None else plan
         self.stats.steps += 1
         self.stats.tokens_computed += plan.num_tokens
 
@@ -424,9 +430,43 @@ class Scheduler:
         updates = np.concatenate(draft.updates) if draft.updates else NO_UPDATES
         if len(updates) > self._max_updates:
             raise RuntimeError(f"step {self._step} has {len(updates)} updates; a slot holds {self._max_updates}")
-        plan = StepPlan(self._step, rows, starts, lens, samples, input_ids, carry, updates, features, scores)
+        constrained = samples & r.constrained[rows]
+        plan = StepPlan(
+            self._step, rows, starts, lens, samples, input_ids, carry, updates, features, scores,
+            constrained if constrained.any() else None,
+        )  # fmt: skip
         self._count_step(plan)
         return plan
+
+    # ---- grammars -------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> bool:
+        """The latest step waits for `fill_masks`, which needs the tokens of all steps before it."""
+        return self._held is not None
+
+    def fill_masks(self, masks: I32) -> I32:
+        """What the grammars of the held step allow, as bits, one after the other in ``masks [n, layout.mask_words]``.
+
+        All older steps must be committed: then the host knows every token before those that the step will draw. A
+        request ends here when its grammar has no next token.
+
+        Returns:
+            The rows ``[n]`` that the masks belong to.
+        """
+        plan, self._held = self._held, None
+        assert plan is not None
+        assert plan.constrained is not None
+        r = self.rows
+        at = np.flatnonzero(plan.constrained & ~r.finished[plan.rows])
+        rows, ends = plan.rows[at], (plan.starts + plan.query_lens)[at]
+        requests = [request for row in rows.tolist() if (request := r.requests[row]) is not None]
+        outputs = [r.tokens[row, r.prompt_len[row] : end] for row, end in zip(rows, ends, strict=True)]
+        found = fill_masks([request.grammar for request in requests], outputs, masks[: len(rows)])
+        for request, end in zip(requests, found, strict=True):
+            if end is not None:
+                self.finish(request.id, end.reason, end.error)
+        return rows
 
     # ---- results --------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class Steady:
         self._carried = np.ones(len(rows), np.bool_)
         self._known = np.zeros(len(rows), np.bool_)
         self.features = plan.features
+        self._constrained = plan.constrained
         self.left = int((table.limit[rows] - table.total[rows]).min())
         if plan.features & Feature.MIN_TOKENS:
             self.left = min(self.left, int((table.min_end[rows] - table.total[rows]).max()))
@@ -79,8 +80,9 @@ class Steady:
         self.in_flight += 1
         self._planned += 1
         return StepPlan(
-            step, self.rows, self._starts, self._lens, self._samples, ids, carry, updates, self.features
-        )
+            step, self.rows, self._starts, self._lens, self._samples, ids, carry, updates, self.features,
+            constrained=self._constrained,
+        )  # fmt: skip
 
     def owns(self, plan: StepPlan) -> bool:
         """Whether the plan is a decode of exactly these rows: one of this phase, or one just before it."""

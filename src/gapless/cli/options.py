@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
+
+from gapless.structured import StructuredOutputsParams
 
 SPELLING = {("EngineConfig", "seed"): "engine-seed"}
 """Options that are not spelt like their field, because another dataclass has a field of that name."""
@@ -23,6 +26,13 @@ def _integers(text: str) -> list[int]:
 def _biases(text: str) -> dict[int, float]:
     pairs = [word.split(":") for word in text.split(",")]
     return {int(id): float(bias) for id, bias in pairs}
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -46,6 +56,7 @@ _KINDS: dict[Any, dict[str, Any]] = {
     Sequence[int] | None: {"type": _or_none(_integers), "metavar": "N,N"},
     Mapping[int, float] | None: {"type": _or_none(_biases), "metavar": "N:X,N:X"},
     Sequence[str | Sequence[int]]: {"action": "append", "metavar": "TEXT"},
+    StructuredOutputsParams | Mapping[str, Any] | None: {"type": _or_none(_object), "metavar": "JSON"},
 }
 _REPEATED = "; may be given several times"
 _NOTES = {str | Sequence[str]: _REPEATED, Sequence[str | Sequence[int]]: _REPEATED}

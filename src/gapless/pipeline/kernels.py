@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from gapless.pipeline.layout import StepInputs
+from gapless.pipeline.masks import MaskInputs, apply_masks
 from gapless.pipeline.prepare import Arena, StepIndices, prepare
 from gapless.plan import Feature, RowLayout
 from gapless.sampling.reference import sample_and_store
@@ -38,20 +39,27 @@ class Sample(Protocol):
     ) -> None: ...
 
 
+class Mask(Protocol):
+    """See `gapless.pipeline.masks.apply_masks`."""
+
+    def __call__(self, inputs: MaskInputs, arena: torch.Tensor, layout: RowLayout) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The two ends of a step."""
+    """The two ends of a step, and what comes between them in a step that was held for its masks."""
 
     prepare: Prepare
     sample: Sample
+    mask: Mask = apply_masks
 
 
 def triton_kernels() -> Kernels:
     """Triton, for a GPU. Imported late: a CPU needs none of it."""
-    from gapless.pipeline import prepare_triton
+    from gapless.pipeline import masks_triton, prepare_triton
     from gapless.sampling import triton
 
-    return Kernels(prepare_triton.prepare, triton.sample_and_store)
+    return Kernels(prepare_triton.prepare, triton.sample_and_store, masks_triton.apply_masks)
 
 
 def reference_kernels() -> Kernels:

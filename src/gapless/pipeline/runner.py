@@ -6,6 +6,12 @@ One step is one H2D copy, a forward and a sample, one D2H copy:
     compute  wait h2d_done ; forward ; sample ; record compute_done
     d2h      wait compute_done ; copy slot.out -> slot.out_host ; record d2h_done
 
+A step whose tokens grammars restrict is enqueued in two calls. `launch` ends after the forward; `sample` brings the
+masks by a second H2D copy, and enqueues the rest:
+
+    h2d      copy masks host -> device ; record masks.done
+    compute  wait masks.done ; masks into the rows ; sample ; record compute_done
+
 `launch` never blocks. `wait` blocks on the d2h_done of one slot, and is the only place that does. All persistent state
 (the arena with token table, block tables and parameters; the KV pool) and the indices derived from it are written by
 the compute stream only; the runner owns these tensors and hands their addresses to nobody but the kernels.
@@ -27,6 +33,7 @@ from gapless.device.base import NOTHING, Access, Device, DeviceError, Event
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import slot_layout, step_inputs
+from gapless.pipeline.masks import MaskRegion, mask_inputs
 from gapless.pipeline.prepare import StepIndices, arena_views
 from gapless.pipeline.shapes import Shapes
 from gapless.pipeline.slot import Ring, Slot
@@ -35,10 +42,13 @@ from gapless.plan import COMBINATIONS, I32, Feature, RowLayout, StepPlan, coveri
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Two timing events on the compute stream: before the first and after the last work of a step."""
+    """Timing events on the compute stream: before the first and after the last work of a step; of a step that is held
+    also when it began to wait for masks, and when they had come."""
 
     start: Event
     end: Event
+    held: Event
+    masked: Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +70,10 @@ class StepResult:
 
     plan: StepPlan
     tokens: I32
-    busy_ms: float  # first to last work of the step on the compute stream
+    busy_ms: float  # first to last work of the step on the compute stream, without ``held_ms``
     idle_ms: float  # from the end of the step before to the start of this one; 0 for the first
     records: I32 | None = None
+    held_ms: float = 0.0  # the compute stream had nothing to do between forward and sample, for want of masks
 
 
 class Key(NamedTuple):
@@ -102,6 +113,7 @@ class Runner:
         kernels: prepare and sample, for this device.
         shapes: how steps are padded, and whether they are captured.
         processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
+        masks: have memory and graphs for steps that are held.
     """
 
     def __init__(
@@ -117,6 +129,7 @@ class Runner:
         kernels: Kernels,
         shapes: Shapes,
         processed_logprobs: bool = False,
+        masks: bool = True,
     ) -> None:
         self.device = device
         self.model = model
@@ -126,6 +139,7 @@ class Runner:
         self._processed_logprobs = processed_logprobs
         max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs)
         self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates) for i in range(depth)])
+        self._masks = [MaskRegion(device, i, layout) for i in range(depth if masks else 0)]
         self._arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
         self._num_blocks = num_blocks
         self._kv: list[torch.Tensor] = []
@@ -139,9 +153,10 @@ class Runner:
         self._logits = device.device_buffer((max_seqs, model.vocab_size), model.dtype, "logits")
         self._index_buffers = (ints, lens)
         self._bind()
+        self._mask_access = [Access((region.device, self._arena.words), (self._arena.words,)) for region in self._masks]
         self._captured: dict[tuple[int, Key], Callable[[], None]] = {}
         # One more than slots: the end of the step before is still needed when a step has been waited for.
-        self._watches = [Stopwatch(device.event(timing=True), device.event(timing=True)) for _ in range(depth + 1)]
+        self._watches = [Stopwatch(*(device.event(timing=True) for _ in range(4))) for _ in range(depth + 1)]
         self._last: Stopwatch | None = None
 
     def _take_pool(self) -> None:
@@ -161,7 +176,7 @@ class Runner:
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> StepInFlight:
-        """Enqueue a step. Never blocks."""
+        """Enqueue a step; one that has constrained sequences up to its forward only. Never blocks."""
         device, slot = self.device, self._ring.take()
         watch = self._watches[plan.step % len(self._watches)]
         t, s = self._shapes.pad(plan)
@@ -176,15 +191,36 @@ class Runner:
         watch.start.record(device.compute)
         forward = self._work(Key("forward", t, s, plan.decode_only), slot)
         device.launch(forward, self._forward_access[slot.index], "forward")
+        step = StepInFlight(plan, slot, watch, s)
+        if plan.constrained is None:
+            self._end(step)
+        else:
+            watch.held.record(device.compute)
+        return step
+
+    def sample(self, step: StepInFlight, write: Callable[[I32], I32]) -> None:
+        """Enqueue what `launch` has left out. ``write`` is called while the forward runs; see `MaskRegion.fill`."""
+        device, masks, watch = self.device, self._masks[step.slot.index], step.watch
+        with device.host_access(masks.filling, "masks"):
+            used = masks.fill(write)
+        device.copy_h2d(masks.device[:used], masks.host[:used], "masks")
+        masks.done.record(device.h2d)
+        masks.done.wait(device.compute)
+        watch.masked.record(device.compute)
+        device.launch(self._work(self._mask_key, step.slot), self._mask_access[step.slot.index], "mask")
+        self._end(step)
+
+    def _end(self, step: StepInFlight) -> None:
+        """Sample, and bring the tokens."""
+        device, slot, plan, s = self.device, step.slot, step.plan, step.padded
         sample = self._work(Key("sample", s, s, False, covering(plan.features)), slot)
         device.launch(sample, self._sample_access[slot.index], "sample")
-        watch.end.record(device.compute)
+        step.watch.end.record(device.compute)
         slot.compute_done.record(device.compute)
 
         slot.compute_done.wait(device.d2h)
         device.copy_d2h(*slot.used_out(s, bool(plan.features & Feature.LOGPROBS)), "d2h")
         slot.d2h_done.record(device.d2h)
-        return StepInFlight(plan, slot, watch, s)
 
     def wait(self, step: StepInFlight) -> StepResult:
         """Block until the step's tokens are on the host, and copy them out of the slot."""
@@ -196,9 +232,14 @@ class Runner:
                 records = slot.read_records(step.plan.num_seqs, step.padded)
         watch, last = step.watch, self._last
         self._last = watch
-        busy = watch.start.elapsed_ms(watch.end)
+        held = 0.0 if step.plan.constrained is None else watch.held.elapsed_ms(watch.masked)
+        busy = watch.start.elapsed_ms(watch.end) - held
         idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
-        return StepResult(step.plan, tokens, busy, max(idle, 0.0), records)
+        return StepResult(step.plan, tokens, busy, max(idle, 0.0), records, held)
+
+    @property
+    def _mask_key(self) -> Key:
+        return Key("mask", 0, self.layout.max_num_seqs, False)
 
     # ---- between steps --------------------------------------------------------------------------------------------
 
@@ -246,7 +287,8 @@ class Runner:
         forwards = [Key("forward", t, widest, False) for t in shapes.token_buckets]
         forwards += [Key("forward", s, s, True) for s in shapes.seq_buckets]
         samples = [Key("sample", s, s, False, f) for s in shapes.seq_buckets for f in COMBINATIONS]
-        return sorted(forwards + samples, key=lambda key: -key.num_tokens)
+        masks = [self._mask_key] if self._masks else []
+        return sorted(forwards + samples + masks, key=lambda key: -key.num_tokens)
 
     def capture(
         self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter, *, run: bool = True
@@ -279,7 +321,7 @@ class Runner:
             self.device.synchronize()  # no graph is destroyed under a step that runs
         self._captured.clear()
         del self._ring, self._arena, self._kv, self._indices, self._logits, self._forward_access, self._sample_access
-        del self._index_buffers
+        del self._index_buffers, self._masks, self._mask_access
         del self.model
         self.device.close()
 
@@ -291,6 +333,9 @@ class Runner:
         return self._captured[slot.index, key]
 
     def _build(self, key: Key, slot: Slot) -> Callable[[], None]:
+        if key.half == "mask":
+            inputs = mask_inputs(self._masks[slot.index].device, self.layout)
+            return lambda: self._kernels.mask(inputs, self._arena.words, self.layout)
         return self._forward(key, slot) if key.half == "forward" else self._sample(key, slot)
 
     def _forward(self, key: Key, slot: Slot) -> Callable[[], None]:

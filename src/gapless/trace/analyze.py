@@ -27,7 +27,7 @@ from gapless.trace.recording import KERNEL, Recording, Spans
 from gapless.trace.steps import COMPLETE, Steps
 
 THRESHOLD_US = 5.0
-PHASES = ("idle", "receive", "schedule", "launch", "fill", "wait", "commit", "publish")
+PHASES = ("idle", "receive", "schedule", "launch", "fill", "mask", "wait", "commit", "publish")
 LARGEST = 10
 
 

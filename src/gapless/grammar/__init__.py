@@ -1,0 +1,1 @@
+"""Which tokens a request's grammar allows next: compiled once, followed token by token, as bit masks."""
