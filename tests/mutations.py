@@ -96,6 +96,7 @@ def _one(where: str, function: str, old: str, new: str) -> tuple[Edit, ...]:
 
 
 DEPTH_LOOP = "range(depth)])"
+D2H_COPY = 'device.copy_d2h(*slot.used_out(s, bool(plan.features & Feature.LOGPROBS)), "d2h")'
 H2D_RECORD, D2H_RECORD = "slot.h2d_done.record(device.h2d)", "slot.d2h_done.record(device.d2h)"
 SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self._arena = "
 
@@ -109,7 +110,7 @@ FAULTS = [
     Fault(
         "d2h does not wait for compute_done",
         "events",
-        _one(RUNNER, "launch", "slot.compute_done.wait(device.d2h)", "pass"),
+        _one(RUNNER, "_end", "slot.compute_done.wait(device.d2h)", "pass"),
     ),
     Fault("the host does not wait for d2h_done", "7", _one(RUNNER, "wait", "slot.d2h_done.synchronize()", "pass")),
     Fault(
@@ -129,17 +130,14 @@ FAULTS = [
         "compute_done is recorded before the sampler",
         "events",
         (
-            Edit(RUNNER, "launch", "    sample = ", "    slot.compute_done.record(device.compute)\n    sample = "),
-            Edit(RUNNER, "launch", "    slot.compute_done.record(device.compute)\n\n", "\n"),
+            Edit(RUNNER, "_end", "    sample = ", "    slot.compute_done.record(device.compute)\n    sample = "),
+            Edit(RUNNER, "_end", "    slot.compute_done.record(device.compute)\n\n", "\n"),
         ),
     ),
     Fault(
         "d2h_done is recorded before the copy",
         "events",
-        (
-            Edit(RUNNER, "launch", "    device.copy_d2h(", f"    {D2H_RECORD}\n    device.copy_d2h("),
-            Edit(RUNNER, "launch", "    slot.d2h_done.record(device.d2h)\n    return", "    return"),
-        ),
+        _one(RUNNER, "_end", f"    {D2H_COPY}\n    {D2H_RECORD}\n", f"    {D2H_RECORD}\n    {D2H_COPY}\n"),
     ),
     Fault(
         "compute waits for the other slot's h2d_done",

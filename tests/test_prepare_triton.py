@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from gapless.pipeline.layout import HEADER_WORDS, StepInputs
+from gapless.pipeline.masks import ROWS_AT, mask_inputs
+from gapless.pipeline.masks import apply_masks as apply_masks_reference
 from gapless.pipeline.prepare import StepIndices, arena_views
 from gapless.pipeline.prepare import prepare as prepare_reference
 from gapless.plan import RowLayout
@@ -171,3 +173,20 @@ def test_a_graph_serves_steps_of_other_sizes() -> None:
         graph.replay()
         for g, expected in zip((*long[:3], *long[3:]), (*step.out[:3], *step.out[4:]), strict=True):
             assert g.tolist() == expected.tolist()
+
+
+@runs_kernels
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_masks_reach_their_rows(count: int) -> None:
+    from gapless.pipeline.masks_triton import apply_masks
+
+    layout = RowLayout(5, 16, 8, 40_000)
+    rng = np.random.default_rng(count)
+    words = torch.from_numpy(rng.integers(-(2**31), 2**31, 4 + 8 + 5 * layout.mask_words).astype(np.int32))
+    words[0] = count
+    words[ROWS_AT : ROWS_AT + 5] = torch.from_numpy(rng.permutation(5).astype(np.int32))
+    arena = torch.from_numpy(rng.integers(0, 9, layout.num_words).astype(np.int32))
+    want, got = arena.clone(), arena.to(DEVICE)
+    apply_masks_reference(mask_inputs(words, layout), want, layout)
+    apply_masks(mask_inputs(words.to(DEVICE), layout), got, layout)
+    assert torch.equal(got.cpu(), want)

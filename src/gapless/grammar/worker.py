@@ -51,6 +51,7 @@ def check(grammar: str, tokenizer: Any, limits: Any, eos: set[int]) -> str:
             if token is None or token in eos:
                 break
             matcher.consume_token(token)
+            matcher.consume_tokens(matcher.compute_ff_tokens())  # what can only go on in one way
     return ""
 
 
@@ -59,8 +60,8 @@ def one_of(mask: bytes, rng: random.Random) -> int | None:
     first = rng.randrange(len(mask))
     for i in (*range(first, len(mask)), *range(first)):
         if mask[i]:
-            bits = [bit for bit in range(8) if mask[i] >> bit & 1]
-            return 8 * i + rng.choice(bits)
+            token: int = 8 * i + rng.choice([bit for bit in range(8) if mask[i] >> bit & 1])
+            return token
     return None
 
 
