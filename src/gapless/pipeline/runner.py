@@ -213,7 +213,9 @@ class Runner:
     def _end(self, step: StepInFlight) -> None:
         """Sample, and bring the tokens."""
         device, slot, plan, s = self.device, step.slot, step.plan, step.padded
-        sample = self._work(Key("sample", s, s, False, covering(plan.features)), slot)
+        # Where sizes are exact nothing is captured, and what nobody asks for need not be paid for.
+        features = covering(plan.features) if self._shapes.seq_buckets else plan.features
+        sample = self._work(Key("sample", s, s, False, features), slot)
         device.launch(sample, self._sample_access[slot.index], "sample")
         step.watch.end.record(device.compute)
         slot.compute_done.record(device.compute)
