@@ -13,6 +13,8 @@ from gapless.device.simulated import SimulatedDevice
 from gapless.pipeline.kernels import reference_kernels
 from gapless.verify.choosers import PriorityChooser, RandomChooser, Replay, Starve
 from gapless.verify.races import RaceDetector
+from grammars import constrain, regex
+from harness import Job, make_request
 from simulated_runs import outcome_key, random_workload, run_on
 from small_workloads import WORKLOADS
 
@@ -217,7 +219,8 @@ def test_the_whole_engine_is_watched() -> None:
     buffers: set[str] = set()
     register = device._register
     device._register = lambda buffer, name: (buffers.add(name), register(buffer, name))[1]  # type: ignore[method-assign]
-    run_on(device, captured, 2)
+    written = Job(constrain(make_request(99, [3, 4], 6), regex("[a-z]+")))
+    run_on(device, captured.but(jobs=lambda: [*captured.jobs(), written]), 2)
     assert set(detector.checked) == buffers
     assert "graph pool" in buffers
     assert detector.races == []
