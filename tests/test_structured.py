@@ -18,6 +18,7 @@ from gapless import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutpu
 from gapless.grammar import compiler
 from gapless.grammar.compiler import GrammarCompiler, grammar_text
 from gapless.structured import MAX_BYTES
+from text_tokenizers import llama_like, unigram
 
 SMOLLM = Path.home() / ".cache" / "gapless" / "SmolLM2-135M-Instruct"
 SECONDS = 5.0
@@ -303,6 +304,23 @@ def test_the_parameter_has_one_form() -> None:
     keeps_order = StructuredOutputsParams(json={"properties": {"z": {}, "a": {}}})
     assert keeps_order.json == '{"properties":{"z":{},"a":{}}}'
     assert "red" in grammar_text(StructuredOutputsParams(choice=["red"]))
+
+
+@pytest.mark.parametrize("make", [llama_like, unigram])
+def test_tokenizers_of_other_makes(make: Any) -> None:
+    from models import tiny
+
+    own = make()
+    changes = {"model": tiny("llama", vocab_size=len(own), num_hidden_layers=1), "tokenizer": own}
+    with LLM(**options(max_num_seqs=16, **changes)) as llm:
+        forms: list[dict[str, Any]] = [{"json": s, "disable_any_whitespace": True} for s in SCHEMAS]
+        forms += [{"regex": "[a-z]{2}( [a-z]{2}){3}"}, {"choice": ["hello world", "stop"]}]
+        for form, output in zip(forms, ask(llm, forms, max_tokens=100), strict=True):
+            assert output.finish_reason == "stop", output
+            if "json" in form:
+                jsonschema.validate(json.loads(output.text), form["json"])
+            else:
+                assert re.fullmatch(form.get("regex", "hello world|stop"), output.text)
 
 
 @pytest.mark.model

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import queue
 import subprocess
 import sys
@@ -25,8 +24,6 @@ from gapless.errors import EngineClosedError, RequestError
 from gapless.grammar.matcher import I32, Grammar, brief
 from gapless.request import SamplingParams
 from gapless.structured import StructuredOutputsParams
-
-logger = logging.getLogger("gapless")
 
 CHECK_SECONDS = 3.0
 """A grammar that needs longer is refused."""
@@ -101,7 +98,8 @@ class GrammarCompiler:
         self._worker = Worker(options)
         self._known: OrderedDict[str, Any] = OrderedDict()  # grammar -> a matcher at its start, or why there is none
         self._cost = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of these two; never held for long
+        self._compiling = threading.Lock()
 
     def grammars(self, params: SamplingParams, stop_token_ids: Sequence[int], count: int) -> list[Grammar]:
         """One `Grammar` for each of ``count`` completions.
@@ -118,12 +116,13 @@ class GrammarCompiler:
         asked = params.structured_outputs
         assert isinstance(asked, StructuredOutputsParams)
         text = grammar_text(asked)
-        with self._lock:  # one at a time: the worker is one, and the second request for a grammar finds it compiled
-            found = self._known.get(text)
-            if found is None:
-                found = self._worker.check(text) or self._build(text)
-                self._remember(text, found)
-            self._known.move_to_end(text)
+        found = self._recall(text)
+        if found is None:
+            with self._compiling:  # one at a time: the worker is one, and a second request for the same finds it here
+                found = self._recall(text)
+                if found is None:
+                    found = self._worker.check(text) or self._build(text)
+                    self._remember(text, found)
         if isinstance(found, str):
             raise RequestError(f"structured_outputs.{asked.kind} is not allowed: {found}")
         return found
@@ -135,11 +134,18 @@ class GrammarCompiler:
         matcher.compute_bitmask()  # the first is the dearest: what it finds out, the copies have
         return brief(matcher.get_error()) if matcher.is_error() else matcher
 
+    def _recall(self, text: str) -> Any:
+        with self._lock:
+            if text in self._known:
+                self._known.move_to_end(text)
+            return self._known.get(text)
+
     def _remember(self, text: str, found: Any) -> None:
-        self._known[text] = found
-        self._cost += _cost(text)
-        while self._cost > CACHE_BYTES and len(self._known) > 1:
-            self._cost -= _cost(self._known.popitem(last=False)[0])
+        with self._lock:
+            self._known[text] = found
+            self._cost += _cost(text)
+            while self._cost > CACHE_BYTES and len(self._known) > 1:
+                self._cost -= _cost(self._known.popitem(last=False)[0])
 
     def _keep(self, params: SamplingParams, stop_token_ids: Sequence[int]) -> I32 | None:
         forbidden = [*self._never, *(token for token in self._ends if token not in stop_token_ids)]

@@ -51,7 +51,8 @@ def check(grammar: str, tokenizer: Any, limits: Any, eos: set[int]) -> str:
             if token is None or token in eos:
                 break
             matcher.consume_token(token)
-            matcher.consume_tokens(matcher.compute_ff_tokens())  # what can only go on in one way
+            forced = matcher.compute_ff_tokens()  # it can only go on in one way; not every tokenizer spells it so
+            matcher.consume_tokens(forced[: matcher.validate_tokens(forced)])
     return ""
 
 
