@@ -18,7 +18,7 @@ from gapless import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutpu
 from gapless.grammar import compiler
 from gapless.grammar.compiler import GrammarCompiler, grammar_text
 from gapless.structured import MAX_BYTES
-from text_tokenizers import llama_like, unigram
+from text_tokenizers import llama_like
 
 SMOLLM = Path.home() / ".cache" / "gapless" / "SmolLM2-135M-Instruct"
 SECONDS = 5.0
@@ -306,11 +306,10 @@ def test_the_parameter_has_one_form() -> None:
     assert "red" in grammar_text(StructuredOutputsParams(choice=["red"]))
 
 
-@pytest.mark.parametrize("make", [llama_like, unigram])
-def test_tokenizers_of_other_makes(make: Any) -> None:
+def test_a_tokenizer_with_byte_fallback() -> None:
     from models import tiny
 
-    own = make()
+    own = llama_like()
     changes = {"model": tiny("llama", vocab_size=len(own), num_hidden_layers=1), "tokenizer": own}
     with LLM(**options(max_num_seqs=16, **changes)) as llm:
         forms: list[dict[str, Any]] = [{"json": s, "disable_any_whitespace": True} for s in SCHEMAS]
