@@ -30,7 +30,8 @@ def test_a_profile_of_steady_steps(depth: int, tmp_path: Path, capsys: pytest.Ca
     assert report["steps"] >= 11
     assert report["nodes_per_step"] == pytest.approx(2, abs=0.2)  # forward and sample
     assert {c["name"] for c in report["copies"]} == {"h2d", "d2h"}
-    assert set(report["phases"]) >= {*PHASES, "fill"}
+    assert set(report["phases"]) >= {*PHASES, "fill"} - {"mask"}
+    assert "mask" not in report["phases"]  # no row has a grammar
     assert sum(report["causes_ms"].values()) == pytest.approx(report["no_kernel_ms"])
     assert report["undisturbed_step_ms"] > 0
     assert report["environment"]["gpu"]
