@@ -330,7 +330,7 @@ def test_a_request_that_is_held_can_be_aborted() -> None:
     message = scheduler.message()
     assert message is not None
     assert [(f.id, f.reason) for f in message.finished] == [(0, FinishReason.ABORT)]
-    scheduler.release_held()
+    scheduler.release_parked()
     plan = scheduler.schedule()
     assert plan is not None
     assert scheduler.rows.ids[plan.rows].tolist() == [1]

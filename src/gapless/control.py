@@ -83,7 +83,7 @@ class Control:
         """End a pause, and the wait for one."""
         self._pause_now()
         self.paused = False
-        self._scheduler.release_held()
+        self._scheduler.release_parked()
 
     def sleep(self, level: int, sleeper: Sleeper, done: Future[None]) -> None:
         """``done`` when the memory is free."""

@@ -99,7 +99,7 @@ class Scheduler:
         self._last_rows = NO_TOKENS
         self.versions = WeightVersions(self.rows)
         self.holding = False  # new requests do not wait to start, but for the end of a pause
-        self._held: dict[int, Request] = {}
+        self._parked: dict[int, Request] = {}
         self._waiting = WaitingQueue()
         self._row_of: dict[int, int] = {}  # running, preempted and draining requests, by id
         self._running = np.zeros(0, np.int32)  # rows, by rank
@@ -139,14 +139,14 @@ class Scheduler:
         """Queue a request that `refuse_what_never_fits` accepted."""
         self._end_steady()
         if self.holding:
-            self._held[request.id] = request
+            self._parked[request.id] = request
         else:
             self._waiting[request.id] = request
 
     def finish(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         """End a request from outside (abort, or a stop string). Unknown and already ended ids are ignored."""
         self._end_steady()
-        request = self._waiting.pop(request_id, None) or self._held.pop(request_id, None)
+        request = self._waiting.pop(request_id, None) or self._parked.pop(request_id, None)
         if request is not None:
             versions = (self.versions.now,) * 2
             self._finished.append(Finished(request_id, NO_TOKENS, reason, error=error, weight_versions=versions))
@@ -157,16 +157,16 @@ class Scheduler:
             self._finish_row(row, reason, error=error)
             self._release_rows()
 
-    def release_held(self) -> None:
+    def release_parked(self) -> None:
         """The requests that came while `holding` wait to start from now on."""
         self.holding = False
-        held, self._held = self._held, {}
-        for request in held.values():
+        parked, self._parked = self._parked, {}
+        for request in parked.values():
             self.add(request)
 
     def abort_all(self) -> None:
         """End every request, as `finish` does."""
-        for request_id in [*self._waiting, *self._held, *self._row_of]:
+        for request_id in [*self._waiting, *self._parked, *self._row_of]:
             self.finish(request_id, FinishReason.ABORT)
 
     # ---- planning -------------------------------------------------------------------------------------------------
@@ -572,7 +572,7 @@ class Scheduler:
         """The counters, with the gauges of now."""
         stats = self.stats
         stats.running = len(self._running)
-        stats.waiting = len(self._waiting) + len(self._held) + len(self._preempted)
+        stats.waiting = len(self._waiting) + len(self._parked) + len(self._preempted)
         stats.blocks_total = self.pool.capacity
         stats.blocks_used = self.pool.capacity - self.pool.available
         return stats
