@@ -12,6 +12,7 @@ import argparse
 import inspect
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -254,6 +255,26 @@ def decode_table(shape: str, variants: list[DecodeConfig]) -> None:
         torch.cuda.empty_cache()
 
 
+def split_rule() -> None:
+    """Whether to split sequences that one program each would nearly keep the device busy: equal lengths, and not."""
+    hq, hk, d = SHAPES["8B"]
+    params = AttentionParams(d**-0.5)
+    rng = random.Random(0)
+    loads = {f"{batch} x {ctx}": [ctx] * batch for batch, ctx in (
+        (32, 576), (32, 704), (32, 1024), (32, 2048), (32, 3840), (32, 8192), (24, 1024), (24, 3840), (22, 3840),
+        (16, 3840), (48, 1024), (64, 1024), (64, 3840), (256, 640))}  # fmt: skip
+    loads["32 of 100 to 4000"] = [rng.randint(100, 4000) for _ in range(32)]
+    loads["64 of 100 to 4000"] = [rng.randint(100, 4000) for _ in range(64)]
+    loads["31 x 500 and one of 8000"] = [500] * 31 + [8000]
+    for name, lengths in loads.items():
+        sequences = [(1, n - 1) for n in lengths]
+        q, _, context = make_step(sequences, hq, hk, d, layers=layers_for(sequences, hk, d))
+        us = {even: call_us(q, context, params, decode_config=DecodeConfig(even=even)) for even in (0, 4, 6, 8)}
+        record("split", case=name, **{f"even_{even}": each for even, each in us.items()})
+        del context
+        torch.cuda.empty_cache()
+
+
 def prefill_table() -> None:
     hq, hk, d = SHAPES["8B"]
     params = AttentionParams(d**-0.5)
@@ -355,6 +376,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=None, help="where to write the JSON")
     parser.add_argument("--seconds", type=float, default=100.0, help="start no section after this time")
+    parser.add_argument("--only", default=None, help="one section by its name")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA device")
@@ -364,6 +386,7 @@ def main() -> int:
         ("correctness", correctness),
         ("races", races),
         ("decode 8B", lambda: decode_table("8B", DECODE_VARIANTS)),
+        ("split", split_rule),
         ("prefill", prefill_table),
         ("mixed", mixed),
         ("drafts", drafts),
@@ -372,6 +395,8 @@ def main() -> int:
     ]
     failed = 0
     for name, section in sections:
+        if options.only not in (None, name):
+            continue
         if time.time() - START > options.seconds:
             print("no time left for", name)
             continue

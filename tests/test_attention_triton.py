@@ -169,7 +169,7 @@ class Case:
 def small_decode(**changes: Any) -> Any:
     from gapless.attention.triton_decode import DecodeConfig
 
-    return replace(DecodeConfig(block_n=16, min_split=16, whole=20, programs=8), **changes)
+    return replace(DecodeConfig(block_n=16, min_split=16, whole=20, even=0, programs=8), **changes)
 
 
 DECODE = Shape(((1, 0), (1, 36), (1, 100), (1, 15)), decode_only=True)
@@ -206,6 +206,25 @@ def test_layers_share_a_plan_and_counters_return_to_zero() -> None:
     assert int(plan.first[0]) > len(DECODE.sequences), "no sequence was split: the test proves nothing"
     assert torch.equal(case.check(decode_config=small_decode()), first)
     assert len(case.context.scratch) == 1
+
+
+@runs_kernels
+def test_what_is_nearly_equal_is_not_split() -> None:
+    """Three equal sequences stay whole, one of twice their length does not; the result is the same."""
+    case = Case(replace(DECODE, sequences=((1, 63), (1, 63), (1, 63), (1, 127))), seed=4)
+    want = case.check(decode_config=small_decode())
+    case.context.scratch.clear()
+    config = small_decode(programs=2 * DECODE.hk, even=1)  # two programs a head: 320 tokens are 160 each
+    torch.testing.assert_close(case.check(decode_config=config), want, rtol=1e-4, atol=1e-4)
+    (plan,) = case.context.scratch.values()
+    if not torch.cuda.is_available():  # where there are more multiprocessors the share is another
+        assert int(plan.first[0]) == len(case.shape.sequences)
+    case.context.scratch.clear()
+    case.check(decode_config=replace(config, programs=4 * DECODE.hk))  # 80 each
+    (plan,) = case.context.scratch.values()
+    if not torch.cuda.is_available():
+        assert int(plan.first[0]) == 5
+        assert (plan.first[1:4] == -1).all()
 
 
 MIXED = Shape(((1, 40), (9, 0), (2, 11), (23, 18), (0, 0), (1, 7)), padding=(2, 5))

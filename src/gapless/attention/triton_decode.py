@@ -33,7 +33,9 @@ class DecodeConfig:
     """``programs`` per multiprocessor is what the plan aims at, ``min_split`` tokens its narrowest split.
 
     Where the sequences alone occupy most of the device, those of up to ``whole`` tokens are not split: the merge would
-    cost more than the split gains (H200, batch 32, context 512: 24 us against 33).
+    cost more than the split gains (H200, batch 32, context 512: 24 us against 33). Nor is, for the same reason, a
+    sequence of at most ``even`` times what a program has to do on average, at ``programs`` for each multiprocessor: so
+    many tokens take no longer than the others' work, which shares the same bandwidth.
     """
 
     block_n: int = 64
@@ -42,6 +44,7 @@ class DecodeConfig:
     programs: int = 8
     min_split: int = 256
     whole: int = 640
+    even: int = 6
     last_arriver_merges: bool = True
 
 
@@ -74,9 +77,9 @@ class DecodePlan:
     counters: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["S", "X", "NC", "MIN_SPLIT", "WHOLE"])
+@triton.jit(do_not_specialize=["S", "X", "NC", "MIN_SPLIT", "WHOLE", "EVEN"])
 def _plan_kernel(
-    qsl_ptr, lens_ptr, rows_ptr, items_ptr, first_ptr, counters_ptr, S, X, NC, MIN_SPLIT, WHOLE,
+    qsl_ptr, lens_ptr, rows_ptr, items_ptr, first_ptr, counters_ptr, S, X, NC, MIN_SPLIT, WHOLE, EVEN,
     SP: tl.constexpr, WINDOW: tl.constexpr, QMAX: tl.constexpr, BN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, SP)
@@ -91,11 +94,12 @@ def _plan_kernel(
         lo = tl.maximum(seq_len - q_len + 1 - WINDOW, 0)
     work = tl.where(real & (q_len > 0) & (q_len <= QMAX), seq_len - lo, 0)
     # sum(cdiv(work, per)) <= total / per + S <= X + S, the number of items there is room for.
-    per = tl.maximum(tl.cdiv(tl.sum(work, 0), X), MIN_SPLIT)
+    share = tl.cdiv(tl.sum(work, 0), X)
+    per = tl.maximum(share, MIN_SPLIT)
     per = tl.cdiv(per, BN) * BN
     n = tl.cdiv(work, per)
     many = tl.sum((work > 0).to(tl.int32), 0) * 5 >= X
-    n = tl.where(many & (work > 0) & (work <= WHOLE), 1, n)
+    n = tl.where((work > 0) & ((many & (work <= WHOLE)) | (work <= EVEN * share)), 1, n)
     # As many items as `per` asks for, but equally wide; none of them comes out empty, since width <= per.
     width = tl.cdiv(tl.cdiv(work, tl.maximum(n, 1)), BN) * BN
     if FILL:  # decode only: an empty item for each padding token makes its output zero instead of old memory
@@ -321,7 +325,7 @@ def _get_plan(
     sp = max(64, triton.next_power_of_2(s))
     _plan_kernel[(1,)](
         context.query_start_loc, context.seq_lens, context.rows, items, first, counters,
-        s, extra, counters.numel(), cfg.min_split, cfg.whole,
+        s, extra, counters.numel(), cfg.min_split, cfg.whole, cfg.even,
         SP=sp, WINDOW=window, QMAX=qmax, BN=cfg.block_n, FILL=context.decode_only, num_warps=4,
     )  # fmt: skip
     plan = DecodePlan(items, first, counters)
