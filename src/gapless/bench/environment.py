@@ -38,14 +38,16 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The source's commit, with ``+`` if files differ from it. Outside of a repository ``$GAPLESS_COMMIT``, or
-    ``unknown``."""
+    """The source's commit, with ``+`` if files differ from it; ``$GAPLESS_COMMIT`` names that of a copy without its
+    repository, which may lie in another one."""
+    if "GAPLESS_COMMIT" in os.environ:
+        return os.environ["GAPLESS_COMMIT"]
     here = Path(__file__).parent
     try:
         command = ["git", "-C", str(here), "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GAPLESS_COMMIT", "unknown")
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
