@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.kv.spec import KVSpec
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import StepInputs
 from gapless.pipeline.prepare import Arena, StepIndices
@@ -34,7 +35,7 @@ def prepare(step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices)
     positions = np.where(real, starts[seq] + t - loc[seq], 0)
     ids = np.where(step.carry.numpy(), table[rows, positions], step.input_ids.numpy())
     table[rows, positions] = ids
-    where = np.where(real, blocks[rows, positions // layout.block_size], NULL_BLOCK).astype(np.int64)
+    where = np.where(real, blocks[:, rows, positions // layout.block_size], NULL_BLOCK).astype(np.int64)
     out.input_ids.numpy()[:] = ids
     out.positions.numpy()[:] = positions
     out.slot_mapping.numpy()[:] = where * layout.block_size + np.where(real, positions, t) % layout.block_size
@@ -146,3 +147,64 @@ class FailingHashModel(FastHashModel):
         for s in range(len(loc) - 1):
             if bool(out[s].isnan().any()):
                 cache.view(2, -1, 2)[1, context.slot_mapping[loc[s] : loc[s + 1]], 0] += 1
+
+
+class FastWindowModel(HashModel):
+    """Layers with the given windows, None for none; each token's word in a layer is a hash of the words that it sees.
+
+    As in a real model the word goes on to the next layer, and that of the last layer gives the next token. So a block
+    that is read after it left its row, or one of another prefix, shows.
+    """
+
+    def __init__(self, windows: tuple[int | None, ...] = (None, 10), vocab_size: int = 61) -> None:
+        super().__init__(vocab_size, max_position=4096)
+        self.windows = windows
+        self.kv_specs = tuple(KVSpec(1, 2, 2, "float32", window) for window in windows)
+
+    def word(self, layer: int, x: int, position: int, past: list[int]) -> int:
+        """What a token leaves in a layer; ``past`` are the words of the positions just before that it sees."""
+        h = layer + 1
+        for i, other in enumerate(past, position - len(past)):
+            h = mix(h, other, i)
+        return mix(h, x, position)
+
+    def next_token(self, tokens: list[int]) -> int:
+        words: list[list[int]] = [[] for _ in self.windows]
+        for position, token in enumerate(tokens):
+            x = token
+            for layer, window in enumerate(self.windows):
+                seen = position if window is None else min(position, window - 1)
+                x = self.word(layer, x, position, words[layer][position - seen :])
+                words[layer].append(x)
+        return words[-1][-1] % self.vocab_size
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        logits_index: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        logits, size = out.numpy(), context.block_size
+        logits[:] = 0
+        loc, lengths, rows = (x.tolist() for x in (context.query_start_loc, context.seq_lens, context.rows))
+        xs = input_ids.tolist()
+        for layer, window in enumerate(self.windows):
+            own = context.of(layer)
+            cache, tables = context.kv_caches[layer].numpy().reshape(2, -1, 2), own.block_tables.numpy()
+            slots = own.slot_mapping.tolist()
+            cache[0, slots, 1] = positions.numpy()  # every token's, padding's too, before any of them looks
+            for s, length in enumerate(lengths):
+                for t in range(loc[s], loc[s + 1]):
+                    position = length - (loc[s + 1] - t)
+                    first = 0 if window is None else max(0, position + 1 - window)
+                    at = np.arange(first, position)
+                    where = tables[rows[s], at // size].astype(np.int64) * size + at % size
+                    if cache[0, where, 1].tolist() != at.tolist():
+                        raise RuntimeError("the cache holds other positions than the table names")
+                    xs[t] = self.word(layer, xs[t], position, [int(w) for w in cache[1, where, 0]])
+                    cache[1, slots[t], 0] = xs[t]
+        for s in range(len(lengths)):
+            if loc[s + 1] > loc[s]:
+                logits[s, xs[loc[s + 1] - 1] % self.vocab_size] = 20.0

@@ -11,6 +11,7 @@ from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
 from gapless.engine import Engine
+from gapless.kv.groups import group_windows
 from gapless.messages import Finished, StepMessage
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import reference_kernels
@@ -112,12 +113,20 @@ class SteppedEngine(Engine):
 
 
 def make_parts(
-    model: CausalModel, device: Device, *, depth: int, num_blocks: int = 200, **options: object
+    model: CausalModel,
+    device: Device,
+    *,
+    depth: int,
+    num_blocks: int | tuple[int, ...] = 200,
+    groups: bool = True,
+    **options: object,
 ) -> tuple[Scheduler, Runner]:
+    """Without ``groups`` all layers share one block table, and windows only mask."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "max_model_len": 128}
     config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
     assert config.max_model_len is not None
-    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, model.vocab_size)
+    windows = group_windows(model.kv_specs, config.max_model_len) if groups else (None,)
+    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, model.vocab_size, windows)
     runner = Runner(
         device,
         model,
@@ -140,14 +149,14 @@ def run_jobs(
     depth: int,
     delays: int | None = None,
     debug: bool = False,
-    num_blocks: int = 200,
+    num_blocks: int | tuple[int, ...] = 200,
     **options: object,
 ) -> Outcome:
     device = CpuDevice(delays=delays, max_delay=0.001, debug=debug)
     scheduler, runner = make_parts(model, device, depth=depth, num_blocks=num_blocks, **options)
     engine = SteppedEngine(jobs, scheduler, runner, depth, check=True)
     outcome = engine.run()
-    assert scheduler.pool.available == scheduler.pool.capacity
+    assert all(pool.available == pool.capacity for pool in scheduler.blocks.pools)
     assert scheduler.rows.num_free == len(scheduler.rows.requests)
     steps = scheduler.stats.steps
     assert device.copies.h2d == steps + engine.stats.held_steps  # masks have a copy of their own

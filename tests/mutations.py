@@ -21,6 +21,7 @@ from gapless.pipeline.kernels import Kernels
 RUNNER, SLOT = "gapless.pipeline.runner:Runner", "gapless.pipeline.slot:Slot"
 SCHEDULER, ROWS = "gapless.scheduler:Scheduler", "gapless.rows:RowTable"
 POOL, PREFIX = "gapless.kv.pool:BlockPool", "gapless.prefix:PrefixCache"
+BLOCKS = "gapless.row_blocks:RowBlocks"
 STEADY, PREPARE = "gapless.steady:Steady", "gapless.pipeline.prepare:"
 SAMPLE, ENGINE = "gapless.sampling.reference:", "gapless.engine:Engine"
 
@@ -273,7 +274,7 @@ FAULTS = [
         "a preempted row's table is not sent again",
         "4",
         (
-            Edit(SCHEDULER, "_preempt", "r.num_blocks[row] = r.blocks_sent[row] = ", "r.num_blocks[row] = "),
+            Edit(SCHEDULER, "_preempt", "r.blocks_sent[row] = r.blocks_hashed[row] = ", "r.blocks_hashed[row] = "),
             Edit(SCHEDULER, "_start", "r.blocks_sent[row] = 0", "pass"),
         ),
     ),
@@ -294,7 +295,7 @@ FAULTS = [
     Fault(
         "a new block of a steady batch is not sent",
         "4",
-        _one(ROWS, "append_blocks", "updates[:, 1] = blocks", "updates[:, 1] = 0"),
+        _one(ROWS, "append_blocks", "part[:, 1] = new", "part[:, 1] = 0"),
     ),
     Fault(
         "a request's blocks are freed when its last step is launched",
@@ -302,8 +303,8 @@ FAULTS = [
         _one(
             SCHEDULER, "_finish_plan", "    self._count_step(plan)",
             "    for row in rows[(r.total[rows] == r.limit[rows]) & (ends == r.limit[rows] - 1)].tolist():\n"
-            "        self.pool.release(r.blocks_of(row))\n"
-            "        r.num_blocks[row], r.blocks_hashed[row] = 0, 10**6\n"
+            "        self.blocks.release(row)\n"
+            "        r.blocks_hashed[row] = 10**6\n"
             "    self._count_step(plan)",
         ),
         harmless="the last step reads them on the compute stream, a later owner writes them on the same stream, later.",
@@ -313,7 +314,22 @@ FAULTS = [
         "5",
         _one(POOL, "allocate", "self.unpublish(block)", "pass"),
     ),
+    Fault(
+        "blocks of a window are freed too early",
+        "4",
+        _one(BLOCKS, "leave_behind", "np.maximum(lowest + 1 - window, 0)", "np.maximum(lowest + size - window, 0)"),
+    ),
+    Fault(
+        "all groups write where the first one does",
+        "4",
+        _one(PREPARE, "prepare", "out.slot_mapping.copy_(blocks * ", "out.slot_mapping.copy_(blocks[:1] * "),
+    ),
     # ---- prefix cache
+    Fault(
+        "a hit lacks the first block of the window",
+        "5",
+        _one(PREFIX, "_longest", "end * self._size + 1 - window", "(end + 1) * self._size + 1 - window"),
+    ),
     Fault(
         "a generated block is published at launch",
         "5",
@@ -339,7 +355,7 @@ FAULTS = [
     Fault(
         "a hit may leave nothing to compute",
         "5",
-        _one(PREFIX, "hit", "(int(r.known[row]) - 1) // size", "int(r.known[row]) // size"),
+        _one(PREFIX, "hit", "(int(self._rows.known[row]) - 1) //", "int(self._rows.known[row]) //"),
         seeds=(194,),
     ),
     Fault(

@@ -11,6 +11,7 @@ from fast_kernels import KERNELS, FastHashModel
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.simulated import SimulatedDevice
+from gapless.kv.groups import group_windows
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
@@ -31,7 +32,7 @@ class Workload:
 
     name: str
     jobs: Callable[[], list[Job]]
-    num_blocks: int = 9
+    num_blocks: int | tuple[int, ...] = 9
     options: dict[str, Any] = field(default_factory=dict)
     shapes: Shapes = EXACT
     model: CausalModel = MODEL
@@ -63,7 +64,10 @@ def run_on(
     """One run; blocks, rows and copies add up at its end."""
     config = EngineConfig(**{**SMALL, **workload.options})
     assert config.max_model_len is not None
-    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, workload.model.vocab_size)
+    windows = group_windows(workload.model.kv_specs, config.max_model_len)
+    layout = RowLayout(
+        config.max_num_seqs, config.max_model_len, config.block_size, workload.model.vocab_size, windows
+    )
     runner = runner_class(
         device,
         workload.model,
@@ -81,7 +85,7 @@ def run_on(
     engine = _Recording(workload.jobs(), scheduler, runner, depth, check)
     engine.outcome.records = {}  # type: ignore[attr-defined]
     outcome = engine.run()
-    assert scheduler.pool.available == scheduler.pool.capacity, "blocks are left behind"
+    assert all(p.available == p.capacity for p in scheduler.blocks.pools), "blocks are left behind"
     assert scheduler.rows.num_free == len(scheduler.rows.requests), "rows are left behind"
     h2d = device.copies.h2d - engine.stats.held_steps  # masks have a copy of their own
     assert h2d == device.copies.d2h == scheduler.stats.steps, "a step is one copy each way"

@@ -5,13 +5,14 @@ Lengths are for blocks of 8 tokens.
 
 from __future__ import annotations
 
-from fast_kernels import FailingHashModel
+from fast_kernels import FailingHashModel, FastWindowModel
 from gapless.pipeline.shapes import graph_shapes
 from harness import Job, make_request
 from simulated_runs import Workload, oracle, prompt, stop_after
 
 SHARED = prompt(99, 8)
 WIDE = {"max_num_batched_tokens": 64}
+WINDOW_MODEL = FastWindowModel((None, 3))
 
 
 def _stopping(request_id: int, tokens: list[int], count: int, at_step: int = 0) -> Job:
@@ -88,6 +89,18 @@ def sampled() -> list[Job]:
     return [Job(make_request(0, prompt(16, 4), 4, stop=(1,), **hot)), Job(make_request(1, prompt(17, 3), 3))]
 
 
+def window_moves_on() -> list[Job]:
+    """The first leaves a block of its window behind, which the second takes at once; there are three in all."""
+    jobs = [Job(make_request(0, prompt(80, 12), 6)), Job(make_request(1, prompt(81, 12), 3), at_step=1)]
+    return [*jobs, Job(make_request(2, prompt(82, 3), 2), at_step=2)]
+
+
+def window_prefixes() -> list[Job]:
+    """The second goes on where the first was, with the last block of the window's layer and both of the other."""
+    first = SHARED + prompt(83, 10)
+    return [Job(make_request(0, first, 2)), Job(make_request(1, [*first[:17], 7], 3), at_step=1)]
+
+
 def with_logprobs() -> list[Job]:
     """Each has something that only the general sampler can do."""
     made = [
@@ -113,6 +126,11 @@ WORKLOADS = [
     Workload("a row fails", failing, options=WIDE, model=FailingHashModel()),
     Workload("sampling", sampled),
     Workload("log-probabilities, penalties", with_logprobs),
+    Workload(
+        "a window moves on", window_moves_on, num_blocks=(9, 4), options=WIDE | {"enable_prefix_caching": False},
+        model=WINDOW_MODEL,
+    ),  # fmt: skip
+    Workload("prefix behind a window", window_prefixes, options=WIDE, model=WINDOW_MODEL),
     Workload("captured graphs", mixed_lengths, shapes=graph_shapes(2, 16), options={"max_num_batched_tokens": 16}),
 ]
 BY_NAME = {workload.name: workload for workload in WORKLOADS}

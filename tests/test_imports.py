@@ -15,7 +15,7 @@ LAYERS = [
     {"checks", "config", "errors", "request", "structured", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"grammar", "draft", "row_words", "rows", "prefix", "steady", "versions", "waiting", "scheduler"},
+    {"grammar", "draft", "row_blocks", "row_words", "rows", "prefix", "steady", "versions", "waiting", "scheduler"},
     {"model", "attention", "sampling"},
     {"pipeline"},
     {"control", "engine", "build"},
@@ -88,7 +88,7 @@ def test_the_check_itself() -> None:
     assert part("gapless.kv.pool") == "kv"
     assert part("gapless.EngineConfig") is None
     assert part("numpy.random") is None
-    assert any(name == "gapless.kv.pool" for _, name, _ in imports(SOURCE / "gapless" / "scheduler.py"))
+    assert any(name == "gapless.kv.pool" for _, name, _ in imports(SOURCE / "gapless" / "row_blocks.py"))
     lazy = [(name, now) for _, name, now in imports(SOURCE / "gapless" / "build.py") if "cuda" in name]
     assert lazy
     assert not any(now for _, now in lazy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,10 +42,16 @@ class Step:
     """A random step, padded to T tokens and S sequences, and what it must give, token by token."""
 
     def __init__(
-        self, seed: int, query_lens: list[int], num_tokens: int, num_seqs: int, updates: int
+        self,
+        seed: int,
+        query_lens: list[int],
+        num_tokens: int,
+        num_seqs: int,
+        updates: int,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         rng = np.random.default_rng(seed)
-        self.layout = layout = RowLayout(max_num_seqs=num_seqs + 2, max_model_len=50, block_size=8)
+        self.layout = layout = RowLayout(num_seqs + 2, max_model_len=50, block_size=8, windows=windows)
         arena = rng.integers(1, 99, layout.num_words).astype(np.int32)
         s, t = len(query_lens), sum(query_lens)
         rows = np.full(num_seqs, layout.null_row, np.int32)
@@ -67,10 +74,11 @@ class Step:
         for word, value in changes[:updates]:
             arena[word] = value
         table = arena[: layout.block_tables_at].reshape(layout.num_rows, -1)
-        blocks = arena[layout.block_tables_at : layout.params_at].reshape(layout.num_rows, -1)
+        blocks = arena[layout.block_tables_at : layout.params_at].reshape(len(windows), layout.num_rows, -1)
         # A padding token: id 0, position 0, its offset in the null block.
-        out = [np.zeros(num_tokens, np.int64) for _ in range(3)] + [
-            np.zeros(num_seqs, np.int64) for _ in range(3)
+        out = [np.zeros(num_tokens, np.int64) for _ in range(2)] + [
+            np.zeros((len(windows), num_tokens), np.int64),
+            *(np.zeros(num_seqs, np.int64) for _ in range(3)),
         ]
         out[2][:] = np.arange(num_tokens) % layout.block_size
         token = 0
@@ -79,7 +87,7 @@ class Step:
                 if not carry[token]:
                     table[rows[i], position] = ids[token]
                 out[0][token], out[1][token] = table[rows[i], position], position
-                out[2][token] = blocks[rows[i], position // 8] * 8 + position % 8
+                out[2][:, token] = blocks[:, rows[i], position // 8] * 8 + position % 8
                 token += 1
             out[3][i] = out[5][i] = starts[i] + length
             out[4][i] = token - 1
@@ -95,7 +103,8 @@ class Step:
         num_tokens, num_seqs = len(self.out[0]), len(self.out[3])
         words = torch.from_numpy(self.arena.copy()).to(device)
         step = StepInputs(*(torch.from_numpy(a.copy()).to(device) for a in self.inputs))
-        long = [torch.full((n,), -7, device=device) for n in (num_tokens,) * 3 + (num_seqs,) * 2]
+        shapes = (num_tokens,), (num_tokens,), (self.layout.num_groups, num_tokens), (num_seqs,), (num_seqs,)
+        long = [torch.full(shape, -7, device=device) for shape in shapes]
         lens = torch.full((num_seqs,), -7, dtype=torch.int32, device=device)
         indices = StepIndices(*long[:3], lens, *long[3:])
         prepare(step, arena_views(words, self.layout), self.layout, indices)
@@ -118,6 +127,8 @@ class Step:
 
 CASES = [
     ([1], 1, 1, 0),
+    ([1, 20, 1, 3, 30], 64, 5, 40, (None, 10)),
+    ([1, 1, 1], 4, 4, 5, (5, 10, 30)),
     ([1, 1, 1], 4, 4, 5),
     ([1] * 33, 40, 40, 700),
     ([7], 16, 4, 9),
@@ -127,14 +138,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reference(case: tuple[list[int], int, int, int]) -> None:
+def test_reference(case: tuple[Any, ...]) -> None:
     Step(0, *case).run(triton=False)
 
 
 @runs_kernels
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_triton(case: tuple[list[int], int, int, int], seed: int) -> None:
+def test_triton(case: tuple[Any, ...], seed: int) -> None:
     Step(seed, *case).run(triton=True)
 
 
@@ -155,7 +166,8 @@ def test_a_graph_serves_steps_of_other_sizes() -> None:
     sizes = [len(a) for a in steps[0].inputs[:7]]
     inputs = StepInputs(*(d[:n] for d, n in zip(device_inputs, sizes, strict=False)), device_inputs[7])
     words = torch.zeros(steps[0].layout.num_words, dtype=torch.int32, device="cuda")
-    long = [torch.zeros(n, dtype=torch.int64, device="cuda") for n in (64, 64, 64, 8, 8)]
+    shapes = (64,), (64,), (1, 64), (8,), (8,)
+    long = [torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in shapes]
     indices = StepIndices(*long[:3], torch.zeros(8, dtype=torch.int32, device="cuda"), *long[3:])
 
     def work() -> None:

@@ -21,6 +21,8 @@ from gapless.device.cpu import CpuDevice
 from gapless.engine import Engine
 from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.grammar.compiler import available
+from gapless.kv.groups import KVGroup, group_windows, kv_groups
+from gapless.kv.sizing import given_blocks, split_memory
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.model.weights import Weights
@@ -51,7 +53,7 @@ class Built:
     model: Any  # a CausalModel; None once the engine is closed
     config: EngineConfig
     layout: RowLayout
-    num_blocks: int
+    num_blocks: tuple[int, ...]  # of each group of layers, the null blocks among them
     weights: Weights | None = None  # None for a `CausalModel` that was given, and once the engine is closed
 
 
@@ -129,14 +131,19 @@ def _build(
     if longest > model.max_position:
         raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
     config = dataclasses.replace(config, max_model_len=longest)
-    layout = RowLayout(config.max_num_seqs, longest, config.block_size, model.vocab_size)
+    windows = group_windows(model.kv_specs, longest)
+    groups = kv_groups(model.kv_specs, windows)
+    layout = RowLayout(config.max_num_seqs, longest, config.block_size, model.vocab_size, windows)
+    if config.enable_prefix_caching and not all(spec.paged for spec in model.kv_specs):
+        logger.info("prefix caching is off: %s has layers whose state cannot be cut at a position", model.name)
+        config = dataclasses.replace(config, enable_prefix_caching=False)
     if layout.num_words >= 2**31:
         raise ConfigError(
             f"max_num_seqs={config.max_num_seqs} rows of max_model_len={longest} tokens need more than 2**31 words of "
             "row state. Lower one of them"
         )
 
-    def make_runner(blocks: int) -> Runner:
+    def make_runner(blocks: int | tuple[int, ...]) -> Runner:
         chosen: Device
         if device.type == "cuda":
             from gapless.device.cuda import CudaDevice
@@ -170,17 +177,19 @@ def _build(
                 ) from error
             raise
 
-    num_blocks = _num_blocks(config, model, layout, device, make_runner)
+    num_blocks = _num_blocks(config, groups, layout, device, make_runner)
     runner = make_runner(num_blocks)
     if device.type == "cuda":
         _capture(runner, device, progress, config.pipeline_depth)
     scheduler = Scheduler(config, layout, num_blocks)
-    tokens = scheduler.pool.capacity * config.block_size
-    logger.info(
-        "KV cache: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
-        tokens, scheduler.pool.capacity, config.block_size,
-        num_blocks * block_bytes(model, config.block_size) / GIB, tokens / longest, longest,
-    )  # fmt: skip
+    for group, pool in zip(groups, scheduler.blocks.pools, strict=True):
+        tokens, size = pool.capacity * config.block_size, config.block_size * group.bytes_per_token
+        kept = longest if group.window is None else group.window
+        logger.info(
+            "KV cache%s: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
+            "" if group.window is None else f" of {len(group.layers)} layers with a window", tokens, pool.capacity,
+            config.block_size, pool.num_blocks * size / GIB, tokens / kept, kept,
+        )  # fmt: skip
     engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
     return Built(engine, scheduler, runner, model, config, layout, num_blocks, weights)
 
@@ -248,23 +257,22 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
     return fused, Weights(plain.module, theirs)
 
 
-def block_bytes(model: CausalModel, block_size: int) -> int:
-    """Bytes of one block over all layers."""
-    return block_size * sum(spec.bytes_per_token for spec in model.kv_specs)
-
-
 def _num_blocks(
     config: EngineConfig,
-    model: CausalModel,
+    groups: tuple[KVGroup, ...],
     layout: RowLayout,
     device: torch.device,
     make_runner: Callable[[int], Runner],
-) -> int:
-    """Blocks of the KV pool, the null block among them."""
-    size = block_bytes(model, config.block_size)
+) -> tuple[int, ...]:
+    """Blocks of each group's pool, the null blocks among them."""
+    sizes = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+    }
     useful = layout.max_num_seqs * layout.max_blocks + 1  # every row at full length
     if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
+        return given_blocks(groups, config.num_kv_blocks, **sizes)
     if config.kv_cache_memory_bytes is not None:
         budget, what = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif device.type == "cuda":
@@ -272,14 +280,15 @@ def _num_blocks(
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget, what = min(CPU_CACHE_BYTES, free // 4), "kv_cache_memory_bytes"
-    count = min(budget // size, useful)
-    if count < 2:
+    counts = split_memory(groups, max(budget, 0), **sizes, most=useful)
+    if min(counts) < 2:
+        size = config.block_size * sum(group.bytes_per_token for group in groups)
         raise ConfigError(
             f"{what} leaves {budget / GIB:.2f} GiB for the KV cache, but one block of {config.block_size} tokens takes "
             f"{size / GIB:.3f} GiB. Raise {what}, or lower max_num_batched_tokens={config.max_num_batched_tokens} or "
             f"max_num_seqs={config.max_num_seqs}"
         )
-    return int(count)
+    return counts
 
 
 def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: Callable[[int], Runner]) -> int:

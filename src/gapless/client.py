@@ -199,9 +199,7 @@ class EngineClient:
             raise RequestError(f"request_id={submission.request_id!r} is not allowed: a string, or None")
         max_tokens = params.max_tokens
         if max_tokens is None:
-            capacity = self._scheduler.pool.capacity * self.config.block_size
-            longest = min(self.config.max_model_len or capacity, capacity)
-            max_tokens = max(longest - len(ids), 1)
+            max_tokens = max(self._scheduler.blocks.longest - len(ids), 1)
             if params.min_tokens > max_tokens:
                 raise RequestError(f"min_tokens={params.min_tokens} is more than the {max_tokens} that still fit")
         self._scheduler.refuse_what_never_fits(len(ids), max_tokens)

@@ -32,8 +32,10 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step; at least ``max_num_seqs``, so that no decode ever waits.
         max_model_len: longest prompt plus output, in tokens. None: what the model was made for.
         block_size: tokens in a block of the KV cache, a power of two.
-        num_kv_blocks: size of the KV pool. None: from ``kv_cache_memory_bytes``, else from a share of the memory.
-        kv_cache_memory_bytes: size of the KV pool in bytes.
+        num_kv_blocks: blocks of the layers that keep every token; layers with a sliding window, which keep few, get
+            what ``max_num_seqs`` rows need, and at most as many. In a model of windows alone, the blocks of each. None:
+            from ``kv_cache_memory_bytes``, else from a share of the memory.
+        kv_cache_memory_bytes: size of the KV cache in bytes, of all layers together.
         gpu_memory_utilization: share of the device's memory that weights, graphs and cache may take together.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         enforce_eager: no CUDA graphs.

@@ -103,10 +103,13 @@ def covering(features: Feature) -> Feature:
 class RowLayout:
     """Where the words of the rows lie in the arena. Row ``max_num_seqs`` is the null row, which padding uses.
 
+    ``windows`` has one entry for each of the G groups of layers that share a block table: how many positions their
+    queries see, None for all. See `gapless.kv.groups`.
+
     Sections, one after the other, with R = ``max_num_seqs``:
 
         token_table    [R + 1, max_model_len]
-        block_tables   [R + 1, max_blocks]
+        block_tables   [G, R + 1, max_blocks]
         params         [R + 1, Word.COUNT]
         bias           [R + 1, 2, MAX_LOGIT_BIAS]    ids in rising order; their biases, as float bits
         bad_words      [R + 1, BAD_WORDS_WIDTH]      where each sequence begins, and where the last ends; their tokens
@@ -117,11 +120,17 @@ class RowLayout:
     max_model_len: int
     block_size: int
     vocab_size: int = 0
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def num_rows(self) -> int:
         """Rows with the null row."""
         return self.max_num_seqs + 1
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return len(self.windows)
 
     @property
     def null_row(self) -> int:
@@ -139,9 +148,14 @@ class RowLayout:
         return self.num_rows * self.max_model_len
 
     @property
+    def table_words(self) -> int:
+        """Words of one group's block tables."""
+        return self.num_rows * self.max_blocks
+
+    @property
     def params_at(self) -> int:
         """First word of the sampling parameters."""
-        return self.block_tables_at + self.num_rows * self.max_blocks
+        return self.block_tables_at + self.num_groups * self.table_words
 
     @property
     def bias_at(self) -> int:

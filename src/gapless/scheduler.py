@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +28,11 @@ from gapless.config import EngineConfig
 from gapless.draft import Draft, places
 from gapless.errors import RequestError
 from gapless.grammar.matcher import fill_masks
-from gapless.kv.pool import BlockPool
 from gapless.messages import Finished, PromptRecords, StepMessage
 from gapless.plan import I32, Feature, RowLayout, StepPlan
 from gapless.prefix import PrefixCache
 from gapless.request import FinishReason, Request
+from gapless.row_blocks import RowBlocks
 from gapless.rows import RowTable
 from gapless.steady import NO_UPDATES, Steady
 from gapless.versions import WeightVersions
@@ -51,12 +52,17 @@ def max_updates(config: EngineConfig, layout: RowLayout) -> int:
     """Changes of the arena that one step can carry: every row may need a block, a full budget of prompt tokens its
     blocks, and some new requests their parameters, a few of them with masks and everything else that one may ask for.
     What does not fit waits for the next step."""
-    return max(config.max_num_batched_tokens, 1024) + 2 * config.max_num_seqs + 4 * layout.request_words
+    decodes = (1 + layout.num_groups) * config.max_num_seqs
+    return max(config.max_num_batched_tokens, 1024) + decodes + 4 * layout.request_words
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start, but for the last four, which are of now."""
+    """Counters since the start, but for the last five, which are of now.
+
+    ``blocks_used`` and ``blocks_total`` count the blocks of all groups of layers, ``used_by_group`` has (used, total) of
+    each (see `gapless.kv.groups`).
+    """
 
     steps: int = 0
     tokens_computed: int = 0
@@ -70,11 +76,13 @@ class SchedulerStats:
     waiting: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    used_by_group: tuple[tuple[int, int], ...] = ()
 
     @property
     def kv_use(self) -> float:
-        """Share of the KV pool that requests hold, 0 to 1. Blocks that only the prefix cache keeps are free."""
-        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+        """Share of the KV pool that requests hold, 0 to 1: of the group of layers that is fullest. Blocks that only the
+        prefix cache keeps are free."""
+        return max((used / total for used, total in self.used_by_group), default=0.0)
 
 
 class Scheduler:
@@ -83,18 +91,19 @@ class Scheduler:
     Args:
         config: of the engine.
         layout: of the persistent rows.
-        num_blocks: blocks of the KV pool, the null block among them.
+        num_blocks: blocks of each group's pool, the null blocks among them; one number if they are equal.
     """
 
-    def __init__(self, config: EngineConfig, layout: RowLayout, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, layout: RowLayout, num_blocks: int | Sequence[int]) -> None:
         self.layout = layout
-        self.pool = BlockPool(num_blocks)
         self.rows = RowTable(layout)
+        self.blocks = RowBlocks(self.rows, num_blocks)
+        self.pool = self.blocks.pools[0]  # of the layers that keep everything, if there are any
         self.stats = SchedulerStats()
         self._block_size = layout.block_size
         self._budget = config.max_num_batched_tokens
         self._max_updates = max_updates(config, layout)
-        self._prefixes = PrefixCache(self.rows, self.pool, enabled=config.enable_prefix_caching)
+        self._prefixes = PrefixCache(self.rows, self.blocks, enabled=config.enable_prefix_caching)
         self._steady: Steady | None = None
         self._last_rows = NO_TOKENS
         self.versions = WeightVersions(self.rows)
@@ -105,7 +114,8 @@ class Scheduler:
         self._running = np.zeros(0, np.int32)  # rows, by rank
         self._preempted: OrderedDict[int, None] = OrderedDict()  # rows that wait for blocks, by rank
         self._draining: list[int] = []  # rows of finished requests that steps in flight still name
-        self._blocked: tuple[int, int] | None = None  # the first waiting request, and the blocks it did not fit in
+        # The first waiting request, and the blocks it did not fit in.
+        self._blocked: tuple[int, tuple[int, ...]] | None = None
         self._step = 0
         self._held: StepPlan | None = None  # the latest step, while its masks are missing
         self._finished: list[Finished] = []
@@ -128,12 +138,7 @@ class Scheduler:
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {length}; max_model_len "
                 f"is {longest}. Shorten the prompt or lower max_tokens to {max(longest - prompt_len, 0)} or less"
             )
-        blocks = -(-length // self._block_size)
-        if blocks > self.pool.capacity:
-            raise RequestError(
-                f"prompt and output of {length} tokens need {blocks} blocks of {self._block_size}; the KV cache has "
-                f"{self.pool.capacity}. Shorten the request or raise num_kv_blocks"
-            )
+        self.blocks.refuse_what_never_fits(length)
 
     def add(self, request: Request) -> None:
         """Queue a request that `refuse_what_never_fits` accepted."""
@@ -180,6 +185,8 @@ class Scheduler:
             return plan
         if not self.has_requests:
             return None
+        if self.blocks.windowed:
+            self.blocks.leave_behind(self._running, self._lowest(self._running))
         draft = Draft(self._budget, self._max_updates, self.layout.max_num_seqs - len(self._running))
         preempted_before = self.stats.preemptions
         self._plan_decodes(draft)
@@ -198,9 +205,9 @@ class Scheduler:
         if steady.left > 0 and steady.room <= 0:
             steady.flush()
             needy = steady.needy()
-            blocks = self.pool.allocate(len(needy))
-            if blocks is not None:
-                updates = self.rows.append_blocks(needy, blocks)
+            appended = self.blocks.append(needy, self._lowest(needy))
+            if appended is not None:
+                updates = appended
                 steady.grown()
         if steady.left <= 0 or steady.room <= 0:
             self._end_steady()
@@ -213,6 +220,11 @@ class Scheduler:
         if self._steady is not None:
             self._steady.flush()
             self._steady = None
+
+    def _lowest(self, rows: I32) -> I32:
+        """For each row a lower bound of the first position that any later step computes: the next one, as whatever has
+        been launched stays."""
+        return self.rows.computed[rows]
 
     def _count_step(self, plan: StepPlan) -> None:
         self._step += 1
@@ -252,7 +264,7 @@ class Scheduler:
         so the logits of a step stay as many as its sequences, however long the prompt is.
         """
         r = self.rows
-        length = min(int(r.total[row]) - start, draft.budget)
+        length = min(int(r.total[row]) - start, draft.budget, self.blocks.longest_chunk(row))
         scored, to_score = int(r.scored[row]), int(r.to_score[row])
         if scored == to_score:
             return length
@@ -290,7 +302,7 @@ class Scheduler:
                 request_id, request = next(iter(self._waiting.items()))
                 if before is not None and request.priority >= before:
                     return True
-                if self._blocked == (request_id, self.pool.available):
+                if self._blocked == (request_id, self.blocks.available):
                     return False  # it did not fit, and nothing has been freed since
                 if not draft.published:
                     self._prefixes.publish_generated(self._running.tolist())
@@ -303,7 +315,7 @@ class Scheduler:
                 if not started:
                     self.rows.release(row)
                     if not draft.full:
-                        self._blocked = (request_id, self.pool.available)
+                        self._blocked = (request_id, self.blocks.available)
                     return False
                 draft.update(params)
                 del self._waiting[request_id]
@@ -320,32 +332,30 @@ class Scheduler:
         brings them), so that the hit is as long as the updates allow.
         """
         r = self.rows
-        per_block = 1 + self._block_size if r.needs_prompt[row] else 1
-        most = (draft.updates_left - self._blocks_for(draft.budget) - 1) // per_block
-        hit = self._prefixes.hit(row, most) if r.scored[row] == r.to_score[row] else []
-        start = len(hit) * self._block_size
+        groups = self.layout.num_groups
+        per_block = groups + self._block_size if r.needs_prompt[row] else groups
+        most = (draft.updates_left - groups * (self._blocks_for(draft.budget) + 1)) // per_block
+        hit = self._prefixes.hit(row, most) if r.scored[row] == r.to_score[row] else self.blocks.no_hit
+        start, total = hit.num_blocks * self._block_size, int(r.total[row])
         draft.seqs_left -= 1
         length = self._chunk(row, start, draft)
         # Room for all of its tokens, not for the first chunk only: it should not be preempted before it has decoded.
-        # Hits that nobody owns now leave the pool's available blocks when they are acquired.
-        if self._blocks_for(int(r.total[row])) - len(hit) > self.pool.available - self.pool.count_idle(hit):
+        chunk = min(total - start, self._budget, self.blocks.longest_chunk(row))
+        if not self.blocks.fits(hit, total, chunk):
             return False
         tokens = start if r.needs_prompt[row] else 0
-        if self._blocks_for(start + length) + tokens > draft.updates_left:
+        if self.blocks.table_words(hit, start + length) + tokens > draft.updates_left:
             draft.full = True
             return False
-        for block in hit:
-            self.pool.acquire(block)
-        r.block_tables[row, : len(hit)] = hit
-        r.num_blocks[row] = len(hit)
+        self.blocks.start(row, hit)
         r.blocks_sent[row] = 0
-        r.blocks_hashed[row] = len(hit)
+        r.blocks_hashed[row] = hit.num_blocks
         r.computed[row] = start
         self.stats.prefix_hit_tokens += start
         if tokens:
             draft.update(r.token_updates(row, 0, tokens))
         if not self._grow(row, length, draft, preempt=False):
-            raise RuntimeError(f"{self.pool.available} blocks are available but row {row} could not get its share")
+            raise RuntimeError(f"{self.blocks.available} blocks are available but row {row} could not get its share")
         place = np.searchsorted(r.ranks[self._running], r.ranks[row])  # a resumed row takes its old place
         self._running = np.insert(self._running, place, row)
         self._plan_chunk(row, length, draft)
@@ -360,16 +370,13 @@ class Scheduler:
         r = self.rows
         missing = self._blocks_for(int(r.computed[row]) + length) - int(r.num_blocks[row])
         if missing > 0:
-            while (blocks := self.pool.allocate(missing)) is None:
+            while not self.blocks.grow(row, missing):
                 if not preempt:
                     return False
                 victim = int(self._running[-1])
                 self._preempt(victim, draft)
                 if victim == row:
                     return False
-            have = int(r.num_blocks[row])
-            r.block_tables[row, have : have + missing] = blocks
-            r.num_blocks[row] = have + missing
         if r.blocks_sent[row] < r.num_blocks[row]:
             draft.update(r.table_updates(row))
             r.blocks_sent[row] = r.num_blocks[row]
@@ -379,8 +386,8 @@ class Scheduler:
         """Take all blocks of ``row``; it is computed again later, from the tokens in its row on the device."""
         r = self.rows
         self._prefixes.publish_generated([row])
-        self.pool.release(r.blocks_of(row))
-        r.num_blocks[row] = r.blocks_sent[row] = r.blocks_hashed[row] = r.computed[row] = 0
+        self.blocks.release(row)
+        r.blocks_sent[row] = r.blocks_hashed[row] = r.computed[row] = 0
         r.preemptions[row] += 1
         self.stats.preemptions += 1
         self._running = self._running[self._running != row]
@@ -538,12 +545,9 @@ class Scheduler:
     ) -> None:
         r = self.rows
         self._prefixes.publish_generated([row])
-        blocks = r.blocks_of(row)
         if reason is FinishReason.ERROR:
-            for block in blocks:
-                self.pool.unpublish(block)
-        self.pool.release(blocks)
-        r.num_blocks[row] = 0
+            self.blocks.unpublish(row)
+        self.blocks.release(row)
         r.finished[row] = True
         new = r.tokens[row, r.prompt_len[row] : r.known[row]].copy()
         first = float(r.first_token_time[row]) if len(new) else None
@@ -573,15 +577,15 @@ class Scheduler:
         stats = self.stats
         stats.running = len(self._running)
         stats.waiting = len(self._waiting) + len(self._parked) + len(self._preempted)
-        stats.blocks_total = self.pool.capacity
-        stats.blocks_used = self.pool.capacity - self.pool.available
+        stats.used_by_group = tuple((p.capacity - p.available, p.capacity) for p in self.blocks.pools)
+        stats.blocks_used, stats.blocks_total = map(sum, zip(*stats.used_by_group, strict=True))
         return stats
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. Running rows keep their blocks, and nothing of them is published any more: what they
         have computed so far is of before, and what follows is built on it."""
         self._end_steady()
-        self.pool.unpublish_all()
+        self.blocks.unpublish_all()
         self.rows.blocks_hashed[self._running] = NEVER
 
     def new_weights(self, *, recompute: bool) -> int:
@@ -609,7 +613,7 @@ class Scheduler:
             self._steady.flush()
         r = self.rows
         used = [row for row, request in enumerate(r.requests) if request is not None]
-        self.pool.check([block for row in used for block in r.blocks_of(row)])
+        self.blocks.check(used)
         named = sorted([*self._running.tolist(), *self._preempted, *self._draining])
         if named != used or sorted(self._row_of.values()) != used:
             raise RuntimeError(f"rows in use {used}, but running, preempted and draining rows are {named}")

@@ -24,14 +24,21 @@ class AttentionContext:
     """Read-only view of one step. All tensors are on the compute device; nothing here may be synced to the host.
 
     Attributes:
-        kv_caches: one tensor per layer, ``[2, N, B, HK, D]``; index 0 holds keys, 1 values.
+        kv_caches: one tensor per layer, for attention ``[2, N, B, HK, D]``; index 0 holds keys, 1 values. For other
+            kinds of layers see `gapless.kv.spec`.
         slot_mapping: int64 ``[T]``, flat place ``block * B + offset`` where token t's key and value go.
         query_start_loc: int32 ``[S + 1]``.
         seq_lens: int32 ``[S]``, tokens that are in the cache once this step's are written.
         rows: int32 ``[S]``, row of each sequence in ``block_tables``.
         block_tables: int32 ``[R + 1, P]``; entries past a row's length are stale and must not be trusted.
         decode_only: every real sequence has exactly one token (T == S). Known by the host, baked into graphs.
-        scratch: for values that one layer computes and the next ones of the same step reuse.
+        scratch: for values that one layer computes and the next ones of the same group and step reuse.
+        group_of_layer: by layer, which group's slot mapping and block tables are its own (see `gapless.kv.groups`);
+            empty if all layers share these.
+        others: the contexts of groups 1, 2, ...; they differ in ``slot_mapping``, ``block_tables`` and ``scratch``.
+
+    In a group with a window, entries of the block tables before the window of a sequence's first new token mean
+    nothing either: those blocks may belong to others by now.
     """
 
     kv_caches: list[torch.Tensor]
@@ -43,6 +50,13 @@ class AttentionContext:
     block_size: int
     decode_only: bool
     scratch: dict[str, Any] = field(default_factory=dict)
+    group_of_layer: tuple[int, ...] = ()
+    others: tuple[AttentionContext, ...] = ()
+
+    def of(self, layer: int) -> AttentionContext:
+        """The step as the layer sees it, an index of ``kv_caches``."""
+        group = self.group_of_layer[layer] if self.group_of_layer else 0
+        return self.others[group - 1] if group else self
 
 
 @dataclass(frozen=True, slots=True)

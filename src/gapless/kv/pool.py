@@ -124,6 +124,12 @@ class BlockPool:
                 del self._cached[block]
                 self._free.append(block)
 
+    def unpublish_key(self, key: bytes) -> None:
+        """Later lookups of this key find nothing."""
+        block = self._by_key.get(key)
+        if block is not None:
+            self.unpublish(block)
+
     def unpublish_all(self) -> None:
         """Forget every prefix: after a change of weights no cached key or value is right."""
         for block in list(self._published):

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from gapless.attention import reference
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.errors import UnsupportedModelError
-from gapless.kv.spec import KVSpec
+from gapless.kv.spec import LayerSpec
 from gapless.model import checks
 from gapless.model.cpu_linear import quicken
 
@@ -66,7 +66,7 @@ def _paged_attention(
     if gapless_step is None:
         raise RuntimeError(f"{type(module).__name__} runs gapless' attention outside of an engine's step")
     layer: _Layer = module._gapless_layer  # type: ignore[assignment]
-    context = gapless_step.context
+    context = gapless_step.context.of(layer.index)
     out = gapless_step.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -118,7 +118,7 @@ class TransformersModel:
 
         survey = checks.survey(self.module, self.max_position)
         self.vocab_size = survey.vocab_size
-        self.kv_specs: tuple[KVSpec, ...] = tuple(layer.kv_spec for layer in survey.layers)
+        self.kv_specs: tuple[LayerSpec, ...] = tuple(layer.kv_spec for layer in survey.layers)
         for index, layer in enumerate(survey.layers):
             layer.module._gapless_layer = _Layer(index, layer.params)  # type: ignore[assignment]
         checks.set_attention(self.module, ATTENTION_NAME)

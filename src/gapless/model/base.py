@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.kv.spec import KVSpec
+from gapless.kv.spec import LayerSpec
 
 
 class CausalModel(Protocol):
@@ -15,7 +15,7 @@ class CausalModel(Protocol):
 
     Attributes:
         name: what start-up logs call it.
-        kv_specs: one entry per attention layer, in the order of ``AttentionContext.kv_caches``.
+        kv_specs: one entry per layer that keeps something of the past, in the order of ``AttentionContext.kv_caches``.
         vocab_size: width of the logits.
         max_position: longest context the model was made for, in tokens.
         eos_token_ids: from the generation config, else the config; may be empty.
@@ -23,7 +23,7 @@ class CausalModel(Protocol):
     """
 
     name: str
-    kv_specs: tuple[KVSpec, ...]
+    kv_specs: tuple[LayerSpec, ...]
     vocab_size: int
     max_position: int
     eos_token_ids: tuple[int, ...]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
-from gapless.kv.spec import KVSpec
+from gapless.kv.spec import KVSpec, LayerSpec
 from gapless.model.base import CausalModel
 from gapless.model.cpu_linear import FewRowsLinear
 
@@ -74,7 +74,7 @@ class FusedDecoder:
         attend: AttendCached,
     ) -> None:
         self.name = model.name
-        self.kv_specs: tuple[KVSpec, ...] = model.kv_specs
+        self.kv_specs: tuple[LayerSpec, ...] = model.kv_specs
         self.vocab_size = model.vocab_size
         self.max_position = model.max_position
         self.eos_token_ids = model.eos_token_ids
@@ -139,16 +139,16 @@ class FusedDecoder:
             if i:
                 x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
             qkv = linear(x, layer.qkv, layer.qkv_bias)
-            cache = context.kv_caches[i]
+            cache, own = context.kv_caches[i], context.of(i)
             q = ops.rope_qk_norm_kv_write(
-                qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads, cache.shape[3],
+                qkv, positions, self._cos, self._sin, cache, own.slot_mapping, layer.num_heads, cache.shape[3],
                 layer.q_norm, layer.k_norm, eps,
             )  # fmt: skip
             if layer is self._layers[-1] and not all_asked:
                 # Of the last layer only the cache is for all tokens; the rest is for those whose logits are asked.
                 q, residual = q.index_select(0, logits_index), residual.index_select(0, logits_index)
-                context = _ends_only(context)
-            heads = self._attend(q, cache, context, layer.attention)
+                own = _ends_only(own)
+            heads = self._attend(q, cache, own, layer.attention)
             x = linear(heads.flatten(1), layer.out, layer.out_bias)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up, None)), layer.down, None)
@@ -196,7 +196,10 @@ def fuse(
     eps = _eps(norm)
     layers: list[FusedLayer] = []
     for i, layer in enumerate(_child(decoder, "layers", nn.ModuleList)):
-        layers.append(_fuse_layer(layer, f"layers.{i}", model.kv_specs[i], eps, ops, check=i == 0))
+        spec = model.kv_specs[i]
+        if not isinstance(spec, KVSpec):
+            raise NotFusable(f"layers.{i} keeps {spec.kind.value}")
+        layers.append(_fuse_layer(layer, f"layers.{i}", spec, eps, ops, check=i == 0))
     weight = next(embedding.parameters())
     rotary = _rotary_table(_child(decoder, "rotary_emb", nn.Module), max_positions, weight)
     return FusedDecoder(model, layers, embedding.weight, norm.weight, head.weight, rotary, eps, ops, attend)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.errors import UnsupportedModelError
+from gapless.kv.spec import StateSpec
 from gapless.model import checks
 from gapless.model.adapter import ATTENTION_NAME, TransformersModel
 from gapless.model.base import CausalModel
@@ -96,7 +97,7 @@ def _paged(
     caches = [
         # Stale contents are finite and large, as a used pool's may be.
         torch.full(
-            (2, sum(blocks) + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim_k),
+            spec.shape(len(tables)) if isinstance(spec, StateSpec) else spec.shape(sum(blocks) + 1, BLOCK_SIZE),
             50.0,
             dtype=getattr(torch, spec.dtype),
             device=model.device,

@@ -148,7 +148,7 @@ class SmallBatch:
         stream = embed(input_ids, self._embedding, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
             ahead = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
-            stream = self.layer(layer, stream, ahead, positions, context, context.kv_caches[i], configs)
+            stream = self.layer(layer, stream, ahead, positions, context.of(i), context.kv_caches[i], configs)
         config = configs["head"]
         if config is None:
             torch.mm(self._plain_norm(stream, self._norm), self._head.t(), out=out)

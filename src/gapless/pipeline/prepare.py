@@ -23,7 +23,7 @@ class Arena:
 
     words: torch.Tensor
     token_table: torch.Tensor  # [R + 1, max_model_len]
-    block_tables: torch.Tensor  # [R + 1, max_blocks]
+    block_tables: torch.Tensor  # [G, R + 1, max_blocks]
     params: torch.Tensor  # [R + 1, Word.COUNT]
 
 
@@ -33,7 +33,7 @@ def arena_views(words: torch.Tensor, layout: RowLayout) -> Arena:
     return Arena(
         words,
         words[: layout.block_tables_at].view(r, layout.max_model_len),
-        words[layout.block_tables_at : layout.params_at].view(r, layout.max_blocks),
+        words[layout.block_tables_at : layout.params_at].view(layout.num_groups, r, layout.max_blocks),
         words[layout.params_at : layout.bias_at].view(r, int(Word.COUNT)),
     )
 
@@ -44,7 +44,7 @@ class StepIndices:
 
     input_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [G, T]
     seq_lens: torch.Tensor  # int32 [S]
     logits_index: torch.Tensor  # int64 [S]
     sample_positions: torch.Tensor  # int64 [S]
@@ -54,7 +54,7 @@ class StepIndices:
         return StepIndices(
             self.input_ids[:num_tokens],
             self.positions[:num_tokens],
-            self.slot_mapping[:num_tokens],
+            self.slot_mapping[:, :num_tokens],
             self.seq_lens[:num_seqs],
             self.logits_index[:num_seqs],
             self.sample_positions[:num_seqs],
@@ -75,7 +75,7 @@ def prepare(step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices)
     positions = torch.where(real, step.starts[seq] + t - step.query_start_loc[seq], 0)
     ids = torch.where(step.carry.bool(), arena.token_table[rows, positions], step.input_ids)
     arena.token_table[rows, positions] = ids
-    blocks = torch.where(real, arena.block_tables[rows, positions // layout.block_size].long(), NULL_BLOCK)
+    blocks = torch.where(real, arena.block_tables[:, rows, positions // layout.block_size].long(), NULL_BLOCK)
     out.input_ids.copy_(ids)
     out.positions.copy_(positions)
     out.slot_mapping.copy_(blocks * layout.block_size + torch.where(real, positions, t) % layout.block_size)

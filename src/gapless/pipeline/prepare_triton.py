@@ -53,6 +53,9 @@ def _prepare_kernel(
     token_programs,
     max_model_len,
     max_blocks,
+    table_words,
+    slots_stride,
+    GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,  # enough to halve [0, S) down to one
     BLOCK: tl.constexpr,
@@ -81,14 +84,14 @@ def _prepare_kernel(
         place = token_table_ptr + row * max_model_len + position
         ids = tl.where(carry, tl.load(place, mask=inside & carry, other=0).to(tl.int64), ids)
         tl.store(place, ids.to(tl.int32), mask=inside & (carry == 0))
-        block = tl.load(
-            block_tables_ptr + row * max_blocks + position // BLOCK_SIZE, mask=inside, other=_NULL_BLOCK
-        ).to(tl.int64)
         offset = tl.where(inside, position, t) % BLOCK_SIZE
         exists = t < T
+        entry = block_tables_ptr + row * max_blocks + position // BLOCK_SIZE
+        for group in tl.static_range(GROUPS):
+            block = tl.load(entry + group * table_words, mask=inside, other=_NULL_BLOCK).to(tl.int64)
+            tl.store(slots_ptr + group * slots_stride + t, block * BLOCK_SIZE + offset, mask=exists)
         tl.store(ids_out_ptr + t, ids, mask=exists)
         tl.store(positions_ptr + t, position, mask=exists)
-        tl.store(slots_ptr + t, block * BLOCK_SIZE + offset, mask=exists)
     else:
         s = (pid - token_programs) * BLOCK + tl.arange(0, BLOCK)
         exists = s < S
@@ -133,6 +136,9 @@ def prepare(step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices)
         token_programs,
         layout.max_model_len,
         layout.max_blocks,
+        layout.table_words,
+        out.slot_mapping.stride(0),
+        GROUPS=layout.num_groups,
         BLOCK_SIZE=layout.block_size,
         SEARCH_STEPS=max(1, seqs.bit_length()),
         BLOCK=block,

@@ -20,7 +20,7 @@ the compute stream only; the runner owns these tensors and hands their addresses
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +30,8 @@ import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.device.base import NOTHING, Access, Device, DeviceError, Event
+from gapless.kv.groups import group_of
+from gapless.kv.spec import StateSpec
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import slot_layout, step_inputs
@@ -107,7 +109,7 @@ class Runner:
         device: where it runs.
         model: on that device.
         layout: of the persistent rows.
-        num_blocks: of the KV pool.
+        num_blocks: of each group's pool; one number if they are equal.
         depth: slots in the ring.
         max_num_tokens, max_updates: the largest step that a plan may ask for.
         kernels: prepare and sample, for this device.
@@ -122,7 +124,7 @@ class Runner:
         model: CausalModel,
         layout: RowLayout,
         *,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         depth: int,
         max_num_tokens: int,
         max_updates: int,
@@ -141,15 +143,17 @@ class Runner:
         self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates) for i in range(depth)])
         self._masks = [MaskRegion(device, i, layout) for i in range(depth if masks else 0)]
         self._arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
-        self._num_blocks = num_blocks
+        self._num_blocks = [num_blocks] * layout.num_groups if isinstance(num_blocks, int) else list(num_blocks)
+        self._group_of_layer = tuple(
+            group_of(spec.window, layout.windows) if spec.paged else 0 for spec in model.kv_specs
+        )
         self._kv: list[torch.Tensor] = []
         self._take_pool()
-        ints = device.device_buffer((3 * max_tokens + 2 * max_seqs,), torch.int64, "indices")
-        lens = device.device_buffer((max_seqs,), torch.int32, "seq_lens")
-        t, s = max_tokens, max_seqs
-        self._indices = StepIndices(
-            ints[:t], ints[t : 2 * t], ints[2 * t : 3 * t], lens, ints[3 * t : 3 * t + s], ints[3 * t + s :]
-        )
+        t, s, g = max_tokens, max_seqs, layout.num_groups
+        ints = device.device_buffer(((2 + g) * t + 2 * s,), torch.int64, "indices")
+        lens = device.device_buffer((s,), torch.int32, "seq_lens")
+        slots, rest = ints[2 * t : (2 + g) * t].view(g, t), ints[(2 + g) * t :]
+        self._indices = StepIndices(ints[:t], ints[t : 2 * t], slots, lens, rest[:s], rest[s:])
         self._logits = device.device_buffer((max_seqs, model.vocab_size), model.dtype, "logits")
         self._index_buffers = (ints, lens)
         self._bind()
@@ -160,9 +164,12 @@ class Runner:
         self._last: Stopwatch | None = None
 
     def _take_pool(self) -> None:
-        """The KV pool, zeroed."""
-        for i, spec in enumerate(self.model.kv_specs):
-            shape = (2, self._num_blocks, self.layout.block_size, spec.num_kv_heads, spec.head_dim_k)
+        """The KV pools, zeroed."""
+        for i, (spec, group) in enumerate(zip(self.model.kv_specs, self._group_of_layer, strict=True)):
+            if isinstance(spec, StateSpec):
+                shape = spec.shape(self.layout.num_rows)
+            else:
+                shape = spec.shape(self._num_blocks[group], self.layout.block_size)
             self._kv.append(self.device.device_buffer(shape, getattr(torch, spec.dtype), f"kv{i}"))
 
     def _bind(self) -> None:
@@ -346,18 +353,25 @@ class Runner:
         indices = self._indices.cut(layout.num_tokens, layout.num_seqs)
         logits = self._logits[: layout.num_seqs]
 
-        def work() -> None:
-            self._kernels.prepare(step, self._arena, self.layout, indices)
-            context = AttentionContext(
+        tables = [(indices.slot_mapping[g], self._arena.block_tables[g]) for g in range(self.layout.num_groups)]
+
+        def context_of(slot_mapping: torch.Tensor, block_tables: torch.Tensor) -> AttentionContext:
+            return AttentionContext(
                 kv_caches=self._kv,
-                slot_mapping=indices.slot_mapping,
+                slot_mapping=slot_mapping,
                 query_start_loc=step.query_start_loc,
                 seq_lens=indices.seq_lens,
                 rows=step.rows,
-                block_tables=self._arena.block_tables,
+                block_tables=block_tables,
                 block_size=self.layout.block_size,
                 decode_only=key.decode_only,
             )
+
+        def work() -> None:
+            self._kernels.prepare(step, self._arena, self.layout, indices)
+            context, *others = (context_of(*table) for table in tables)
+            if others:
+                context.group_of_layer, context.others = self._group_of_layer, tuple(others)
             self.model.forward(indices.input_ids, indices.positions, context, indices.logits_index, logits)
 
         return work
