@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.kv.spec import KVSpec
+from gapless.kv.spec import KVSpec, VectorSpec
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import StepInputs
 from gapless.pipeline.prepare import Arena, StepIndices
@@ -153,13 +153,19 @@ class FastWindowModel(HashModel):
     """Layers with the given windows, None for none; each token's word in a layer is a hash of the words that it sees.
 
     As in a real model the word goes on to the next layer, and that of the last layer gives the next token. So a block
-    that is read after it left its row, or one of another prefix, shows.
+    that is read after it left its row, or one of another prefix, shows. Layers in ``vectors`` keep a single vector for
+    each token, as a short convolution or an indexer does.
     """
 
-    def __init__(self, windows: tuple[int | None, ...] = (None, 10), vocab_size: int = 61) -> None:
+    def __init__(
+        self, windows: tuple[int | None, ...] = (None, 10), vocab_size: int = 61, vectors: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(vocab_size, max_position=4096)
         self.windows = windows
-        self.kv_specs = tuple(KVSpec(1, 2, 2, "float32", window) for window in windows)
+        self.kv_specs = tuple(
+            VectorSpec(2, "float32", window) if layer in vectors else KVSpec(1, 2, 2, "float32", window)
+            for layer, window in enumerate(windows)
+        )
 
     def word(self, layer: int, x: int, position: int, past: list[int]) -> int:
         """What a token leaves in a layer; ``past`` are the words of the positions just before that it sees."""
@@ -192,19 +198,19 @@ class FastWindowModel(HashModel):
         xs = input_ids.tolist()
         for layer, window in enumerate(self.windows):
             own = context.of(layer)
-            cache, tables = context.kv_caches[layer].numpy().reshape(2, -1, 2), own.block_tables.numpy()
-            slots = own.slot_mapping.tolist()
-            cache[0, slots, 1] = positions.numpy()  # every token's, padding's too, before any of them looks
+            tables, slots = own.block_tables.numpy(), own.slot_mapping.tolist()
+            places, words = context.kv_caches[layer].numpy().reshape(-1, 2).T  # of keys and values the keys
+            places[slots] = positions.numpy()  # every token's, padding's too, before any of them looks
             for s, length in enumerate(lengths):
                 for t in range(loc[s], loc[s + 1]):
                     position = length - (loc[s + 1] - t)
                     first = 0 if window is None else max(0, position + 1 - window)
                     at = np.arange(first, position)
                     where = tables[rows[s], at // size].astype(np.int64) * size + at % size
-                    if cache[0, where, 1].tolist() != at.tolist():
+                    if places[where].tolist() != at.tolist():
                         raise RuntimeError("the cache holds other positions than the table names")
-                    xs[t] = self.word(layer, xs[t], position, [int(w) for w in cache[1, where, 0]])
-                    cache[1, slots[t], 0] = xs[t]
+                    xs[t] = self.word(layer, xs[t], position, [int(w) for w in words[where]])
+                    words[slots[t]] = xs[t]
         for s in range(len(lengths)):
             if loc[s + 1] > loc[s]:
                 logits[s, xs[loc[s + 1] - 1] % self.vocab_size] = 20.0

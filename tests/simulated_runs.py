@@ -65,9 +65,7 @@ def run_on(
     config = EngineConfig(**{**SMALL, **workload.options})
     assert config.max_model_len is not None
     windows = group_windows(workload.model.kv_specs, config.max_model_len)
-    layout = RowLayout(
-        config.max_num_seqs, config.max_model_len, config.block_size, workload.model.vocab_size, windows
-    )
+    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, workload.model.vocab_size, windows)
     runner = runner_class(
         device,
         workload.model,

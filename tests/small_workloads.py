@@ -127,9 +127,12 @@ WORKLOADS = [
     Workload("sampling", sampled),
     Workload("log-probabilities, penalties", with_logprobs),
     Workload(
-        "a window moves on", window_moves_on, num_blocks=(9, 4), options=WIDE | {"enable_prefix_caching": False},
+        "a window moves on",
+        window_moves_on,
+        num_blocks=(9, 4),
+        options=WIDE | {"enable_prefix_caching": False},
         model=WINDOW_MODEL,
-    ),  # fmt: skip
+    ),
     Workload("prefix behind a window", window_prefixes, options=WIDE, model=WINDOW_MODEL),
     Workload("captured graphs", mixed_lengths, shapes=graph_shapes(2, 16), options={"max_num_batched_tokens": 16}),
 ]

@@ -28,6 +28,7 @@ SIZE = 8
 BOTH = FastWindowModel((None, 10))
 ALONE = FastWindowModel((13,))
 THREE = FastWindowModel((5, None, 20))
+VECTORS = FastWindowModel((None, 3, None), vectors=(1, 2))  # attention, a short convolution, an indexer's keys
 
 
 def make(windows: tuple[int | None, ...], num_blocks: int | tuple[int, ...] = 100, **options: object) -> Scheduler:
@@ -117,7 +118,7 @@ def test_memory_is_split_by_need() -> None:
     assert given_blocks(groups[1:], 9, **sizes) == (9,)
 
 
-# ---- windows ----------------------------------------------------------------------------------------------------------
+# ---- windows ------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_never_holds_more_than_its_window_and_its_chunk() -> None:
@@ -144,11 +145,13 @@ def test_a_steady_phase_frees_and_appends() -> None:
     scheduler.commit(plan, answer(plan))
     plan = scheduler.schedule()
     phase = scheduler._steady
-    assert plan is not None and phase is not None
+    assert plan is not None
+    assert phase is not None
     for _ in range(60):
         scheduler.commit(plan, answer(plan))
         plan = scheduler.schedule()
-        assert plan is not None and scheduler._steady is phase
+        assert plan is not None
+        assert scheduler._steady is phase
         assert scheduler.blocks.used[1] <= 3 * (blocks_spanned(16, 1, SIZE) + 1)
     assert scheduler.blocks.used[0] >= 3 * 8
     scheduler.check()
@@ -252,7 +255,8 @@ def test_a_failed_row_takes_back_what_it_left_behind() -> None:
     scheduler.commit(plan, answer(plan, -1))
     assert [pool.num_published for pool in scheduler.blocks.pools] == [0, 0]
     message = scheduler.message()
-    assert message is not None and message.finished[0].reason is FinishReason.ERROR
+    assert message is not None
+    assert message.finished[0].reason is FinishReason.ERROR
     assert hit_of(scheduler, prompt) == 0
 
 
@@ -326,7 +330,7 @@ def masked_only(jobs: list[Job], model: FastWindowModel) -> dict[int, list[int]]
     return SteppedEngine(jobs, scheduler, runner, 1, check=True).run().tokens()
 
 
-@pytest.mark.parametrize("model", [BOTH, ALONE, THREE], ids=["full and window", "window", "two windows"])
+@pytest.mark.parametrize("model", [BOTH, ALONE, THREE, VECTORS], ids=["both", "window", "two windows", "vectors"])
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_do_not_depend_on_groups_or_depth(model: FastWindowModel, seed: int) -> None:
     rng = random.Random(seed)
