@@ -82,7 +82,8 @@ class SchedulerStats:
     def kv_use(self) -> float:
         """Share of the KV pool that requests hold, 0 to 1: of the group of layers that is fullest. Blocks that only the
         prefix cache keeps are free."""
-        return max((used / total for used, total in self.used_by_group), default=0.0)
+        groups = self.used_by_group or ((self.blocks_used, self.blocks_total),)
+        return max(used / max(total, 1) for used, total in groups)
 
 
 class Scheduler:

@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
     "simulate": ("gapless.verify.command", "predict GPU idle time and throughput at each depth, without a GPU"),
+    "coverage": ("gapless.coverage.command", "which architectures are computed as transformers computes them"),
 }
 """Name: (module, one line of help)."""
 

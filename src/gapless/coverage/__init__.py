@@ -1,0 +1,1 @@
+"""Which models are computed rightly: tiny random ones of every architecture against ``transformers``."""
