@@ -60,8 +60,8 @@ def max_updates(config: EngineConfig, layout: RowLayout) -> int:
 class SchedulerStats:
     """Counters since the start, but for the last five, which are of now.
 
-    ``blocks_used`` and ``blocks_total`` count the blocks of all groups of layers, ``used_by_group`` has (used, total) of
-    each (see `gapless.kv.groups`).
+    ``blocks_used`` and ``blocks_total`` count the blocks of all groups of layers, ``used_by_group`` has (used, total)
+    of each (see `gapless.kv.groups`).
     """
 
     steps: int = 0
