@@ -170,7 +170,7 @@ class RowBlocks:
         r, size = self._rows, self._size
         for group, window in self._windows:
             table, firsts, pool = r.block_tables[group], r.first_blocks[group], self.pools[group]
-            first = np.maximum(lowest + 1 - window, 0) // size
+            first = np.minimum(np.maximum(lowest + 1 - window, 0) // size, r.num_blocks[rows])
             gone = first - firsts[rows]
             one = gone == 1  # a row that decodes loses them one by one
             if one.any():
