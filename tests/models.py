@@ -49,7 +49,41 @@ MORE_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "decoder_sparse_step": 1, **MOE}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-KINDS = {**FOUR_KINDS, **MORE_KINDS}
+LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+HYBRID_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2_moe": ("Lfm2Moe", {**LFM2, **MOE, "num_experts": 4, "num_dense_layers": 1}),
+    "qwen4_exp": (
+        "Qwen4ExpText",
+        {
+            **MOE,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 24,
+            "hc_count": 2,
+            "hc_lowrank": 6,
+            "ple_layer_ids": [1, 4],
+            "ple_embed_dim": 32,
+            "ngram_size": 3,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 1,
+            "indexer_n_heads": 6,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 9,
+            "indexer_compress_ratio": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+KINDS = {**FOUR_KINDS, **MORE_KINDS, **HYBRID_KINDS}
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:
@@ -59,7 +93,7 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 
 
 def tiny_of_config(config: Any, seed: int = 0) -> PreTrainedModel:
-    """A random model of any config, eager attention, eval mode; biases and sinks random as well."""
+    """A random model of any config, eager attention, eval mode; what is set to one value at first random as well."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
@@ -67,6 +101,8 @@ def tiny_of_config(config: Any, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "sinks" in name:
+                parameter.normal_(std=0.5)
+            elif "ple." in name and ("conv1d" in name or "norm" in name):  # zeros, which would hide them
                 parameter.normal_(std=0.5)
     model.generation_config.eos_token_id = config.eos_token_id
     return model.eval()
