@@ -100,9 +100,7 @@ def tiny_of_config(config: Any, seed: int = 0) -> PreTrainedModel:
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "sinks" in name:
-                parameter.normal_(std=0.5)
-            elif "ple." in name and ("conv1d" in name or "norm" in name):  # zeros, which would hide them
+            if any(part in name for part in ("bias", "sinks", "ple.conv1d", "ple.norm")):
                 parameter.normal_(std=0.5)
     model.generation_config.eos_token_id = config.eos_token_id
     return model.eval()
