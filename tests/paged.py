@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.kv.spec import StateSpec
 from gapless.model.base import CausalModel
 
 BLOCK = 4
@@ -26,10 +27,13 @@ class PagedDriver:
         self.tables = torch.cat([table, torch.zeros(1, per_row, dtype=torch.int32)])
         self.caches = [
             torch.full(
-                (2, len(blocks) + 1, BLOCK, spec.num_kv_heads, spec.head_dim_k), 1e3, dtype=model.dtype
+                spec.shape(num_rows + 1) if isinstance(spec, StateSpec) else spec.shape(len(blocks) + 1, BLOCK),
+                1e3,
+                dtype=getattr(torch, spec.dtype),
             )
             for spec in model.kv_specs
         ]
+        self.table = torch.zeros(num_rows + 1, per_row * BLOCK, dtype=torch.int32)
         self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
         self.done = [0] * num_rows
 
@@ -41,6 +45,7 @@ class PagedDriver:
         for row, count in new:
             for position in range(self.done[row], self.done[row] + count):
                 ids.append(self.tokens[row][position])
+                self.table[row, position] = ids[-1]
                 positions.append(position)
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
             self.done[row] += count
@@ -58,6 +63,7 @@ class PagedDriver:
             block_tables=self.tables,
             block_size=BLOCK,
             decode_only=len(ids) == len(new),
+            token_table=self.table,
         )
         last = torch.tensor([end - 1 for end in starts[1:]] + [0] * pad_sequences)
         logits = torch.empty(len(last), self.model.vocab_size, dtype=self.model.dtype)

@@ -13,7 +13,7 @@ from gapless.model.adapter import TransformersModel
 from gapless.model.loading import load_model, load_tokenizer
 from gapless.model.probe import probe_parity
 from gapless.model.smollm2 import smollm2_folder
-from models import FOUR_KINDS, MORE_KINDS, VOCAB_SIZE, tiny
+from models import FOUR_KINDS, HYBRID_KINDS, MORE_KINDS, VOCAB_SIZE, tiny
 from paged import PagedDriver, greedy
 
 
@@ -56,6 +56,12 @@ def test_padding_changes_nothing() -> None:
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_greedy_equals_transformers_more(kind: str) -> None:
     check_greedy(tiny(kind), 24)
+
+
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
+@pytest.mark.parametrize("pad", [0, 3])
+def test_greedy_equals_transformers_hybrid(kind: str, pad: int) -> None:
+    check_greedy(tiny(kind), 24, pad)
 
 
 def test_kv_specs_name_the_windows() -> None:

@@ -13,7 +13,6 @@ A caller's model is never changed: the module tree and the config are copied, pa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +26,8 @@ from gapless.errors import UnsupportedModelError
 from gapless.kv.spec import LayerSpec
 from gapless.model import checks
 from gapless.model.cpu_linear import quicken
-
-AttentionBackend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor
-]
-"""``(q [T, HQ, D], k, v [T, HK, D], kv_cache [2, N, B, HK, D], context, params) -> [T, HQ, D]``."""
+from gapless.model.hybrid import HybridLayer, replace_layers
+from gapless.model.packed import AttentionBackend, PackedStep
 
 ATTENTION_NAME = "gapless"
 
@@ -44,14 +40,6 @@ class _Layer:
     params: AttentionParams
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The private keyword argument."""
-
-    context: AttentionContext
-    attend: AttentionBackend
-
-
 def _paged_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -59,7 +47,7 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    gapless_step: _Step | None = None,
+    gapless_step: PackedStep | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """What the model calls in place of its own attention. query ``[1, HQ, T, D]`` -> ``[1, T, HQ, D]``."""
@@ -89,8 +77,9 @@ class TransformersModel:
             change of a weight in place is seen here too.
         attention: runs one layer's attention.
         name: for logs, default the config's name.
-        max_model_len: longest context that will be asked for. It matters only to RoPE "longrope", whose
-            factors are fixed here (see `checks.fix_longrope`).
+        max_model_len: longest context that will be asked for. It matters to RoPE "longrope", whose factors are fixed
+            here (see `checks.fix_longrope`), and to sparse attention, which is plain while it can leave nothing out.
+        num_drafts: most tokens of a step that may be taken back. Layers with a recurrent state keep one more state.
 
     Raises:
         UnsupportedModelError: the model holds a part that would be computed wrongly.
@@ -103,22 +92,31 @@ class TransformersModel:
         attention: AttentionBackend = reference.attend,
         name: str | None = None,
         max_model_len: int | None = None,
+        num_drafts: int = 0,
     ) -> None:
         checks.check_config(model.config)
-        checks.check_modules(model)
         self.module = private_copy(model)
         self.attention = attention
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
         self.max_position = checks.fix_longrope(self.module, max_model_len)
+        longest = min(max_model_len or self.max_position, self.max_position)
+        self.hybrid_layers: list[HybridLayer] = replace_layers(
+            self.module, max_model_len=longest, num_drafts=num_drafts
+        )
+        checks.check_modules(self.module, known=self.hybrid_layers)
         self._choose_experts()
         if self.device.type == "cpu":
             quicken(self.module)
 
-        survey = checks.survey(self.module, self.max_position)
+        survey = checks.survey(self.module, self.max_position, others=len(self.hybrid_layers))
         self.vocab_size = survey.vocab_size
-        self.kv_specs: tuple[LayerSpec, ...] = tuple(layer.kv_spec for layer in survey.layers)
+        specs: list[LayerSpec] = [layer.kv_spec for layer in survey.layers]
+        for hybrid in self.hybrid_layers:
+            hybrid.places = tuple(range(len(specs), len(specs) + len(hybrid.specs)))
+            specs += hybrid.specs
+        self.kv_specs: tuple[LayerSpec, ...] = tuple(specs)
         for index, layer in enumerate(survey.layers):
             layer.module._gapless_layer = _Layer(index, layer.params)  # type: ignore[assignment]
         checks.set_attention(self.module, ATTENTION_NAME)
@@ -144,7 +142,7 @@ class TransformersModel:
                 attention_mask=None,
                 use_cache=False,
                 logits_to_keep=logits_index,
-                gapless_step=_Step(context, self.attention),
+                gapless_step=PackedStep(context, self.attention, positions),
             )
         out.copy_(output.logits[0])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gapless.attention.context import AttentionParams
 from gapless.errors import UnsupportedModelError
 from gapless.kv.spec import DTYPE_BYTES, KVSpec
+from gapless.model.hybrid import HYBRID_LAYER_TYPES
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional", "longrope"})
@@ -59,10 +60,11 @@ def check_config(config: PreTrainedConfig) -> None:
             )
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(f"{kind}: attends in both directions; only causal attention is supported")
-    odd = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - LAYER_TYPES)
+    allowed = LAYER_TYPES | HYBRID_LAYER_TYPES.get(str(config.model_type), frozenset())
+    odd = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - allowed)
     if odd:
         raise UnsupportedModelError(
-            f"{kind}: layers of type {', '.join(odd)} are not supported, only {_names(LAYER_TYPES)}"
+            f"{kind}: layers of type {', '.join(odd)} are not supported, only {_names(allowed)}"
         )
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
         rope_type = rope.get("rope_type", "default")
@@ -77,13 +79,20 @@ def check_config(config: PreTrainedConfig) -> None:
             )
 
 
-def check_modules(model: PreTrainedModel) -> None:
+def check_modules(model: PreTrainedModel, known: Iterable[nn.Module] = ()) -> None:
     """Refuse parts that mix tokens and are not attention: a convolution would mix packed neighbours.
+
+    Args:
+        model: the module tree.
+        known: parts of it that this package runs itself (see `gapless.model.hybrid`).
 
     Raises:
         UnsupportedModelError: naming the module and its class.
     """
+    inside = {id(module) for part in known for module in part.modules()}
     for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {name} ({type(module).__name__}) carries state from "
@@ -161,10 +170,11 @@ class _Call:
     options: dict[str, Any]
 
 
-def survey(model: PreTrainedModel, max_position: int) -> Survey:
+def survey(model: PreTrainedModel, max_position: int, others: int = 0) -> Survey:
     """Run a few tokens with a recording attention function; check every call and every mask.
 
-    ``model`` must be a private copy. It is left with the recording function set.
+    ``model`` must be a private copy. It is left with the recording function set. ``others`` of its layers are run by
+    parts of this package and let the survey by.
 
     Raises:
         UnsupportedModelError: naming the layer and what is wrong with it.
@@ -187,14 +197,14 @@ def survey(model: PreTrainedModel, max_position: int) -> Survey:
         raise UnsupportedModelError(f"{kind}: cannot be called with packed tokens: {error}") from error
     if output.logits.shape[:2] != (1, 1):
         raise UnsupportedModelError(f"{kind}: does not take logits_to_keep as a tensor of token indices")
-    _check_count(model, calls)
+    _check_count(model, calls, others)
     layers = tuple(_checked(kind, model.config, call, max_position) for call in calls)
     return Survey(layers, int(output.logits.shape[-1]))
 
 
-def _check_count(model: PreTrainedModel, calls: list[_Call]) -> None:
-    """Each decoder layer calls attention exactly once, each call from a module of its own."""
-    kind, expected = type(model).__name__, getattr(model.config, "num_hidden_layers", None)
+def _check_count(model: PreTrainedModel, calls: list[_Call], others: int = 0) -> None:
+    """Each other decoder layer calls attention exactly once, each call from a module of its own."""
+    kind, expected = type(model).__name__, getattr(model.config, "num_hidden_layers", 0) - others
     seen = {id(call.module) for call in calls}
     if len(seen) < len(calls):
         raise UnsupportedModelError(

@@ -104,6 +104,9 @@ def _paged(
         )
         for spec in model.kv_specs
     ]
+    table = torch.zeros(len(tables), max(map(len, prompts)), dtype=torch.int32, device=model.device)
+    for s, tokens in enumerate(prompts):  # what is not computed yet lies there too, and may not be looked at
+        table[s, : len(tokens)] = tokens
     done = [0] * len(prompts)
     results = []
     for chunk in CHUNKS:
@@ -129,6 +132,7 @@ def _paged(
             block_tables=tables.to(model.device),
             block_size=BLOCK_SIZE,
             decode_only=len(positions) == len(rows),
+            token_table=table,
         )
         logits = torch.empty(len(rows), model.vocab_size, dtype=model.dtype, device=model.device)
         model.forward(

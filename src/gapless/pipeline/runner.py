@@ -365,6 +365,7 @@ class Runner:
                 block_tables=block_tables,
                 block_size=self.layout.block_size,
                 decode_only=key.decode_only,
+                token_table=self._arena.token_table,
             )
 
         def work() -> None:

@@ -1,0 +1,154 @@
+"""Layers that keep something else than keys and values, run packed: which models have them, and what replaces them.
+
+``transformers``' own convolutions, recurrences and indexers take a batch entry for one sequence, and would mix the
+prompts of a packed step. In the private copy of a model each decoder layer with such a part is wrapped: given an
+engine's step, the wrapper runs the layer with the parts of this package, over the same parameters; without one, it
+calls the layer as it is, which is what the parity probe compares with.
+
+What a wrapper keeps is told as `LayerSpec`s, and `HybridLayer.places` says where in ``kv_caches`` they ended up.
+A layer that does not have exactly the expected parts is refused, by name.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from gapless.errors import UnsupportedModelError
+from gapless.kv.spec import LayerSpec
+from gapless.model import delta_net, short_conv
+from gapless.model.packed import PackedStep
+
+HYBRID_LAYER_TYPES: dict[str, frozenset[str]] = {
+    "lfm2": frozenset({"conv"}),
+    "lfm2_moe": frozenset({"conv"}),
+    "qwen4_exp_text": frozenset({"linear_attention", "indexed_attention", "qwen_sparse_attention"}),
+}
+"""By ``model_type`` of the config: layer types that are run by parts of this package. `replace_layers` knows them."""
+
+
+class Operations:
+    """The forms of the parts for one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            from gapless.model import delta_net_triton, short_conv_triton
+
+            convolution: ModuleType = short_conv_triton
+            recurrence: ModuleType = delta_net_triton
+        else:
+            convolution, recurrence = short_conv, delta_net
+        self.short_conv: Any = convolution.short_conv
+        self.gated_delta_rule: Any = recurrence.gated_delta_rule
+
+
+class HybridLayer(nn.Module):
+    """A decoder layer of ``transformers`` that also runs packed.
+
+    Attributes:
+        original: the layer.
+        specs: what it keeps.
+        places: for each of ``specs``, its index in ``AttentionContext.kv_caches``; set by the adapter.
+    """
+
+    def __init__(self, original: nn.Module, operations: Operations) -> None:
+        super().__init__()
+        self.original = original
+        self.operations = operations
+        self.specs: tuple[LayerSpec, ...] = ()
+        self.places: tuple[int, ...] = ()
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, gapless_step: Any = None, **kwargs: Any) -> torch.Tensor:
+        """As the layer's own; ``gapless_step`` is a `PackedStep`, None, or what a survey passes, which is let by."""
+        if isinstance(gapless_step, PackedStep):
+            return self.packed(hidden_states, gapless_step, kwargs)
+        if gapless_step is not None:
+            return hidden_states
+        out: torch.Tensor = self.original(hidden_states, *args, **kwargs)
+        return out
+
+    def packed(self, hidden_states: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
+        """``[1, T, ...]`` to the same, for the tokens of ``step``."""
+        raise NotImplementedError
+
+    def convolve(
+        self, x: torch.Tensor, step: PackedStep, which: int, conv: nn.Module, *, dilation: int = 1, silu: bool = False
+    ) -> torch.Tensor:
+        """The short convolution ``conv`` of ``x [T, W]``, whose inputs are kept as ``specs[which]``."""
+        place = self.places[which]
+        own = step.context.of(place)
+        weight: Any = conv.weight
+        out: torch.Tensor = self.operations.short_conv(
+            x, step.context.kv_caches[place], own.block_tables, own.slot_mapping, step.token_rows, step.positions,
+            weight[:, 0], conv.bias, dilation=dilation, silu=silu,
+        )  # fmt: skip
+        return out
+
+
+def replace_layers(model: PreTrainedModel, *, max_model_len: int, num_drafts: int = 0) -> list[HybridLayer]:
+    """Wrap the layers of a private copy that need it; in the order of the layers. Empty for other models.
+
+    Args:
+        model: is changed.
+        max_model_len: longest context that will be asked for.
+        num_drafts: most tokens of a step that may be taken back.
+
+    Raises:
+        UnsupportedModelError: a layer does not have the parts that it should have.
+    """
+    kind = getattr(model.config, "model_type", None)
+    if kind not in HYBRID_LAYER_TYPES:
+        return []
+    from gapless.model import lfm2, qwen4_exp
+
+    operations = Operations(next(model.parameters()).device)
+    base: Any = model.base_model
+    replaced: list[HybridLayer] = []
+    for i, layer in enumerate(base.layers):
+        where = f"{type(model).__name__}: layers.{i}"
+        if kind == "qwen4_exp_text":
+            new: HybridLayer | None = qwen4_exp.wrap(
+                layer, where, model, operations, max_model_len=max_model_len, num_drafts=num_drafts
+            )
+        else:
+            new = lfm2.wrap(layer, where, model, operations)
+        if new is not None:
+            base.layers[i] = new
+            replaced.append(new)
+    return replaced
+
+
+def require_parts(module: nn.Module, where: str, parts: set[str]) -> None:
+    """Refuse a module whose children are not exactly ``parts``.
+
+    Raises:
+        UnsupportedModelError: naming what is missing or unknown.
+    """
+    found = {name for name, child in module.named_children() if child is not None}
+    if found != parts:
+        odd = ", ".join(sorted(found ^ parts))
+        raise UnsupportedModelError(f"{where} ({type(module).__name__}) has other parts than expected: {odd}")
+
+
+def require_conv(conv: nn.Module, where: str, width: int, taps: int, dilation: int) -> None:
+    """Refuse a convolution that is not depthwise over ``width`` channels with these taps.
+
+    Raises:
+        UnsupportedModelError: naming it.
+    """
+    same = (
+        isinstance(conv, nn.Conv1d)
+        and conv.groups == conv.in_channels == conv.out_channels == width
+        and conv.kernel_size == (taps,)
+        and conv.dilation == (dilation,)
+        and conv.stride == (1,)
+    )
+    if not same:
+        raise UnsupportedModelError(
+            f"{where} is not a depthwise convolution of {width} channels with {taps} taps and dilation {dilation}"
+        )
