@@ -22,7 +22,9 @@ def refuse(config: Any, match: str) -> None:
 
 
 def test_refused_by_config() -> None:
-    refuse(tiny_config("Lfm2", layer_types=["conv", "full_attention", "conv"]), "conv")
+    conv = tiny_config("Llama")
+    conv.layer_types = ["conv", "full_attention", "conv"]  # known of LFM2 only
+    refuse(conv, "conv")
     refuse(tiny_config("Llama4Text"), "chunked_attention")
     refuse(tiny_config("Qwen3Next"), "linear_attention")
     refuse(tiny_config("Mamba"), "mamba|linear_attention")
@@ -48,20 +50,22 @@ def test_rope_type_is_an_allow_list_also_per_layer_type() -> None:
 
 
 def test_convolution_is_refused_by_module_even_if_the_config_hides_it() -> None:
-    model = tiny_of_config(tiny_config("Lfm2", layer_types=["conv", "full_attention", "conv"]))
+    model = tiny("lfm2")
     model.config.layer_types = ["full_attention"] * 3
+    model.config.model_type = "llama"
     with pytest.raises(UnsupportedModelError, match="ShortConv"):
         TransformersModel(model)
 
 
 def test_probe_finds_a_convolution_that_no_name_gives_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two checks switched off: the third still refuses, by counting; and the probe, by numbers."""
-    model = tiny_of_config(tiny_config("Lfm2", layer_types=["conv", "full_attention", "conv"]))
+    model = tiny("lfm2")
+    model.config.model_type = "llama"
     monkeypatch.setattr(checks, "check_config", lambda config: None)
-    monkeypatch.setattr(checks, "check_modules", lambda model: None)
+    monkeypatch.setattr(checks, "check_modules", lambda model, known: None)
     with pytest.raises(UnsupportedModelError, match=r"1 attention calls in 3 layers; without any: \w*Layer"):
         TransformersModel(model)
-    monkeypatch.setattr(checks, "_check_count", lambda model, calls: None)
+    monkeypatch.setattr(checks, "_check_count", lambda model, calls, others: None)
     with pytest.raises(UnsupportedModelError, match="differ from its own by"):
         probe_parity(TransformersModel(model))
 
@@ -169,6 +173,54 @@ def test_model_without_attention_interface_is_refused() -> None:
     config = tiny_config("Bloom", n_head=6, n_layer=3)
     with pytest.raises(UnsupportedModelError, match="Bloom"):
         TransformersModel(tiny_of_config(config))
+
+
+def test_a_hybrid_layer_of_another_build_is_refused() -> None:
+    def refuse_changed(kind: str, match: str, change: Any) -> None:
+        model = tiny(kind)
+        change(model.base_model.layers[0])
+        with pytest.raises(UnsupportedModelError, match=match):
+            TransformersModel(model)
+
+    def dilate(conv: Any) -> None:
+        conv.dilation = (2,)
+
+    refuse_changed("lfm2", r"layers\.0\.conv \(Lfm2ShortConv\).*gate", lambda x: x.conv.add_module("gate", nn.GELU()))
+    refuse_changed("lfm2", r"layers\.0\.conv\.conv is not a depthwise", lambda x: dilate(x.conv.conv))
+    refuse_changed("qwen4_exp", r"layers\.0\.ple .*other", lambda x: x.ple.add_module("other", nn.GELU()))
+    refuse_changed("qwen4_exp", r"layers\.0\.linear_attn\.conv1d", lambda x: dilate(x.linear_attn.conv1d))
+    with pytest.raises(UnsupportedModelError, match="activation 'gelu'"):
+        TransformersModel(tiny("qwen4_exp", hidden_act="gelu", output_gate_type="silu"))
+
+
+def test_probe_finds_a_part_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mechanism after the other computed as if there were no past."""
+    from gapless.model import delta_net, qwen4_exp, short_conv
+
+    def no_past(x: torch.Tensor, *rest: Any, silu: bool = False, **options: Any) -> torch.Tensor:
+        out = x * rest[5][:, -1]
+        return torch.nn.functional.silu(out) if silu else out
+
+    def no_state(*arguments: Any) -> torch.Tensor:
+        arguments[5].zero_()
+        return rule(*arguments)
+
+    def no_context(table: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return ids(torch.zeros_like(table), *rest)
+
+    rule, ids = delta_net.gated_delta_rule, qwen4_exp.ngram_ids
+    faults = [
+        ("lfm2", short_conv, "short_conv", no_past),
+        ("qwen4_exp", short_conv, "short_conv", no_past),
+        ("qwen4_exp", delta_net, "gated_delta_rule", no_state),
+        ("qwen4_exp", qwen4_exp, "ngram_ids", no_context),
+    ]
+    for kind, module, name, fault in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fault)
+            with pytest.raises(UnsupportedModelError, match="differ from its own by"):
+                probe_parity(TransformersModel(tiny(kind)))
+        assert probe_parity(TransformersModel(tiny(kind))) < 1e-4
 
 
 def test_recurrent_module_is_refused() -> None:

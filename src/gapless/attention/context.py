@@ -35,8 +35,8 @@ class AttentionContext:
         scratch: for values that one layer computes and the next ones of the same group and step reuse.
         group_of_layer: by layer, which group's slot mapping and block tables are its own (see `gapless.kv.groups`);
             empty if all layers share these.
-        token_table: int32 ``[R + 1, max_model_len]``, the tokens of each row, this step's among them; None where no part
-            of a model looks at it.
+        token_table: int32 ``[R + 1, max_model_len]``, the tokens of each row, this step's among them; None where no
+            part of a model looks at it.
         others: the contexts of groups 1, 2, ...; they differ in ``slot_mapping``, ``block_tables`` and ``scratch``.
 
     In a group with a window, entries of the block tables before the window of a sequence's first new token mean

@@ -1,0 +1,126 @@
+"""Whole engines on models with convolutions, recurrences and sparse attention: tokens are those of ``transformers``."""
+
+from __future__ import annotations
+
+import logging
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from gapless import LLM, SamplingParams
+from gapless.model.adapter import TransformersModel
+from harness import Job, Outcome, make_request, run_jobs
+from models import HYBRID_KINDS, VOCAB_SIZE, tiny
+
+EOS = 1
+each_kind = pytest.mark.parametrize("kind", HYBRID_KINDS)
+
+
+@cache
+def own(kind: str) -> Any:
+    return tiny(kind)
+
+
+@cache
+def wrapped(kind: str) -> TransformersModel:
+    return TransformersModel(own(kind), max_model_len=128)
+
+
+@cache
+def logits(kind: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    """``[n, vocab_size]`` by the model's own forward over the whole sequence."""
+    with torch.no_grad():
+        result: torch.Tensor = own(kind)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return result
+
+
+def assert_greedy(kind: str, prompt: list[int], tokens: list[int]) -> None:
+    """Each of ``tokens`` is the most likely one after all before it."""
+    best = logits(kind, (*prompt, *tokens[:-1]))[len(prompt) - 1 :].argmax(-1)
+    assert tokens == best.tolist()
+
+
+def some_jobs(count: int = 5, seed: int = 0, steps: int = 9) -> list[Job]:
+    """Prompts of all lengths, half of them with a common start, ends of sequence inside, arriving little by little."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(1, 12) for _ in range(24)]
+    jobs = []
+    for i in range(count):
+        prompt = [rng.randrange(1, VOCAB_SIZE) for _ in range((1, 29, 7, 40, 18, 33)[i % 6])]
+        for at in range(3, len(prompt), 5):
+            prompt[at] = EOS  # within reach of the n-grams after it
+        if i % 2:
+            prompt[: len(shared)] = shared[: len(prompt)]
+        jobs.append(Job(make_request(i, prompt, steps), at_step=2 * (i // 2)))
+    return jobs
+
+
+def check(kind: str, jobs: list[Job], outcome: Outcome) -> None:
+    for job in jobs:
+        tokens = outcome.tokens()[job.request.id]
+        assert len(tokens) == job.request.max_tokens
+        assert_greedy(kind, job.request.prompt_token_ids.tolist(), tokens)
+
+
+@each_kind
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_tokens_at_any_depth(kind: str, depth: int) -> None:
+    """Prompts together and in chunks of up to 13 tokens, mixed with decoding."""
+    jobs = some_jobs()
+    prefix = all(spec.paged for spec in wrapped(kind).kv_specs)
+    options = {"max_num_batched_tokens": 13, "enable_prefix_caching": prefix}
+    check(kind, jobs, run_jobs(some_jobs(), wrapped(kind), depth=depth, delays=depth, **options))
+
+
+@each_kind
+def test_preempted_rows_begin_again(kind: str) -> None:
+    jobs = some_jobs(6, seed=1, steps=12)
+    prefix = all(spec.paged for spec in wrapped(kind).kv_specs)
+    outcome = run_jobs(
+        some_jobs(6, seed=1, steps=12), wrapped(kind), depth=3, num_blocks=12, enable_prefix_caching=prefix
+    )
+    check(kind, jobs, outcome)
+    assert sum(finished.num_preemptions for finished in outcome.finished.values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+def test_prefix_hits_bring_the_convolutions_past(kind: str) -> None:
+    """The same prompt again and again: from the second time on only its last tokens are computed."""
+    prompt = [5, 9, 1, 7, 3, 2, 8, 4, 6, 5, 9, 1, 7, 3, 2, 8, 4, 6, 11, 13, 12, 10, 9, 8, 40]
+    jobs = [Job(make_request(i, prompt[: 25 - i % 2], 6), at_step=12 * i) for i in range(4)]
+    outcome = run_jobs(jobs, wrapped(kind), depth=2)
+    check(kind, jobs, outcome)
+    computed = [plan.num_tokens for plan in outcome.plans if plan.num_tokens > 1]  # type: ignore[attr-defined]
+    assert computed[0] == 25
+    assert all(count <= 9 for count in computed[1:]), computed
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen4_exp"])
+def test_nothing_undeclared_is_touched(kind: str) -> None:
+    """Bytes that an operation did not declare are poisoned while it runs."""
+    jobs = some_jobs(3, steps=3)
+    prefix = all(spec.paged for spec in wrapped(kind).kv_specs)
+    check(kind, jobs, run_jobs(some_jobs(3, steps=3), wrapped(kind), depth=2, debug=True, enable_prefix_caching=prefix))
+
+
+@each_kind
+def test_llm(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Through the public interface, with the probe; scores of a prompt come as sequences of one token each."""
+    prompts = [[5, 6, 1, 7, 8, 9, 10, 11, 3], [12, 13, 14]]
+    caplog.set_level(logging.INFO, logger="gapless")
+    with LLM(own(kind), device="cpu", max_model_len=128, max_num_seqs=4, block_size=8, num_kv_blocks=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1, logprobs=1)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(kind, prompt, list(output.outputs[0].token_ids))
+        expected = logits(kind, tuple(prompt)).log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for at in range(1, len(prompt)):
+            record = output.prompt_logprobs[at]
+            assert record is not None
+            assert record[prompt[at]].logprob == pytest.approx(float(expected[at - 1, prompt[at]]), abs=1e-4)
+    said = "prefix caching is off" in caplog.text
+    assert said == (kind == "qwen4_exp")
