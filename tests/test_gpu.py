@@ -39,7 +39,7 @@ def run(model: torch.nn.Module, params: list[SamplingParams], **options: object)
         return [o.outputs[0].token_ids for o in outputs]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "lfm2", "qwen4_exp"])
 def test_fp32_tokens_do_not_depend_on_depth_graphs_chunks_or_memory(kind: str) -> None:
     model = tiny(kind).cuda()
     params = mixed_params()

@@ -95,7 +95,7 @@ def gated_delta_rule(
         state = _start(states, run)
         for first in range(run.start, middle, CHUNK):
             part = slice(first, min(first + CHUNK, middle))
-            out[part], state = _chunk(*(x[part].transpose(0, 1) for x in inputs), state)
+            out[part], state = _chunk([x[part].transpose(0, 1) for x in inputs], state)
         before = run.position + middle - run.start - 1
         states[run.row, before % size] = state
         short.append(Run(run.row, middle, run.stop, before + 1))
@@ -132,10 +132,10 @@ def _one_by_one(inputs: tuple[torch.Tensor, ...], out: torch.Tensor, states: tor
         states[[run.row for run in left], [(run.position + i) % size for run in left]] = state
 
 
-def _chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Several tokens at once: ``[HV, n, ...]`` and ``[HV, DK, DV]`` -> ``[n, HV, DV]`` and the state after them.
+def _chunk(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Several tokens at once: q, k, v, g, beta ``[HV, n, ...]`` and the state ``[HV, DK, DV]`` before them.
+
+    Returns outputs ``[n, HV, DV]`` and the state after them.
 
     With G_i the product of the decays up to token i, the corrections u_i solve a unit triangular system,
 
@@ -143,6 +143,7 @@ def _chunk(
 
     and outputs and final state are sums over them.
     """
+    q, k, v, g, beta = inputs
     log = g.cumsum(-1)
     ratio = log[:, :, None] - log[:, None, :]
     later = torch.ones(ratio.shape[1:], dtype=torch.bool, device=q.device).triu(1)

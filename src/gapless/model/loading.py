@@ -19,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 from gapless.attention import reference
 from gapless.errors import ConfigError, did_you_mean
 from gapless.model import checks
-from gapless.model.adapter import AttentionBackend, TransformersModel
+from gapless.model.adapter import TransformersModel
 from gapless.model.gguf import convert_cached
+from gapless.model.packed import AttentionBackend
 from gapless.model.probe import probe_parity
 
 if TYPE_CHECKING:

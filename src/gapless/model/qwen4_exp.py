@@ -93,19 +93,20 @@ class LinearLayer(StreamsLayer):
         gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
         gated = (gate.sigmoid() * ple.value_proj(embedded)[:, None]).flatten(-2)
         mixed = self.convolve(ple.norm_conv(gated), step, 2, ple.conv1d, dilation=self.hash.size, silu=True)
-        return hidden_states + (gated + mixed)[None]
+        added: torch.Tensor = gated + mixed
+        return hidden_states + added[None]
 
     def mix(self, x: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """The gated delta rule behind its convolution."""
         layer: Any = self.original
         mixer, context = layer.linear_attn, step.context
         mixed = self.convolve(mixer.in_proj_qkv(x), step, 0, mixer.conv1d, silu=True)
-        q, k, v = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
+        q, k, v = torch.split(mixed, [mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
         decay = -mixer.A_log.float().exp() * functional.softplus(mixer.in_proj_a(x).float() + mixer.dt_bias)
         out = self.operations.gated_delta_rule(
-            q.unflatten(-1, (-1, mixer.head_k_dim)),
-            k.unflatten(-1, (-1, mixer.head_k_dim)),
-            v.unflatten(-1, (-1, mixer.head_v_dim)),
+            q.view(len(x), -1, mixer.head_k_dim),
+            k.view(len(x), -1, mixer.head_k_dim),
+            v.view(len(x), -1, mixer.head_v_dim),
             decay,
             mixer.in_proj_b(x).sigmoid(),
             context.kv_caches[self.places[1]],
