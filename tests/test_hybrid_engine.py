@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gapless import LLM, SamplingParams
+from gapless.errors import ConfigError
 from gapless.model.adapter import TransformersModel
+from gapless.model.loading import move_but_tables
 from harness import Job, Outcome, make_request, run_jobs
 from models import HYBRID_KINDS, VOCAB_SIZE, tiny
 
@@ -124,3 +128,39 @@ def test_llm(kind: str, caplog: pytest.LogCaptureFixture) -> None:
             assert record[prompt[at]].logprob == pytest.approx(float(expected[at - 1, prompt[at]]), abs=1e-4)
     said = "prefix caching is off" in caplog.text
     assert said == (kind == "qwen4_exp")
+
+
+def test_tables_on_host(tmp_path: Path) -> None:
+    """On a CPU the option changes nothing; a model without tables, and tables of an object elsewhere, are refused."""
+    prompt = [5, 6, 1, 7, 8, 9]
+    own("qwen4_exp").save_pretrained(tmp_path)
+    options = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_kv_blocks": 20, "ple_tables_on_host": True}
+    with LLM(str(tmp_path), tokenizer=None, **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=4))
+    assert_greedy("qwen4_exp", prompt, list(outputs[0].outputs[0].token_ids))
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM has no per-layer embeddings"):
+        LLM(own("lfm2"), **options)
+
+
+def test_only_the_tables_stay() -> None:
+    model = tiny("qwen4_exp")
+    moved = move_but_tables(model, torch.device("meta"))
+    stay = [name for name, parameter in moved.named_parameters() if parameter.device.type == "cpu"]
+    assert stay == [f"model.layers.{i}.ple.ple_embedding.ngram_embedding.weight" for i in (0, 3)]
+    assert {buffer.device.type for buffer in moved.buffers()} == {"meta"}
+
+
+@pytest.mark.gpu
+def test_tables_on_host_on_a_gpu() -> None:
+    model = own("qwen4_exp")
+    prompts = [{"prompt_token_ids": [5, 6, 1, 7, 8, 9] * n} for n in (1, 4)]
+    params = SamplingParams(temperature=0, max_tokens=12)
+
+    def run(**options: Any) -> list[list[int]]:
+        with LLM(moved, max_model_len=64, max_num_seqs=4, num_kv_blocks=40, **options) as llm:
+            return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+    moved = move_but_tables(copy.deepcopy(model), torch.device("cuda"))
+    kept = run(ple_tables_on_host=True)
+    moved = moved.cuda()
+    assert run() == kept

@@ -164,3 +164,33 @@ def test_captured_once_and_replayed_for_other_sizes() -> None:
         graph.replay()
         expected = compute(held, step, 1)
         torch.testing.assert_close(result[:count], expected[:count])
+
+
+@runs_kernels
+def test_rows_of_a_table() -> None:
+    from gapless.model.ple_host import gather_rows
+
+    table = torch.randn(40, 6, device=DEVICE)
+    ids = torch.randint(40, (5, 3), device=DEVICE)
+    assert torch.equal(gather_rows(table, ids), table[ids])
+
+
+@pytest.mark.gpu
+def test_a_table_in_host_memory_is_read_by_a_captured_step() -> None:
+    """In place changes are seen, and the pages are released with the embedding."""
+    from gapless.model.ple_host import HostEmbedding
+
+    embedding = torch.nn.Embedding(1000, 48)
+    table = HostEmbedding(embedding)
+    ids = torch.randint(1000, (5, 3), device="cuda")
+    table(ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = table(ids)
+    with torch.no_grad():
+        embedding.weight.mul_(2)
+    graph.replay()
+    assert torch.equal(out.cpu(), embedding.weight.detach()[ids.cpu()])
+    del table
+    assert not embedding.weight.is_pinned()

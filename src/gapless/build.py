@@ -23,6 +23,7 @@ from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.grammar.compiler import available
 from gapless.kv.groups import KVGroup, group_windows, kv_groups
 from gapless.kv.sizing import given_blocks, split_memory
+from gapless.kv.spec import StateSpec
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.model.weights import Weights
@@ -190,6 +191,8 @@ def _build(
             "" if group.window is None else f" of {len(group.layers)} layers with a window", tokens, pool.capacity,
             config.block_size, pool.num_blocks * size / GIB, tokens / kept, kept,
         )  # fmt: skip
+    if state := sum(spec.bytes_per_row for spec in model.kv_specs if isinstance(spec, StateSpec)):
+        logger.info("recurrent state: %.2f GiB for %d rows", layout.num_rows * state / GIB, config.max_num_seqs)
     engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
     return Built(engine, scheduler, runner, model, config, layout, num_blocks, weights)
 
@@ -220,7 +223,12 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
 
     if device.type != "cuda":
         loaded = load_model(
-            source, dtype=config.dtype, device=device, max_model_len=config.max_model_len, probe=config.check_model
+            source,
+            dtype=config.dtype,
+            device=device,
+            max_model_len=config.max_model_len,
+            probe=config.check_model,
+            ple_tables_on_host=config.ple_tables_on_host,
         )
         return loaded.model, Weights(loaded.model.module, theirs)
     from gapless.attention import triton as attention
@@ -235,6 +243,7 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
         attention=attention.attend,
         max_model_len=config.max_model_len,
         probe=config.check_model,
+        ple_tables_on_host=config.ple_tables_on_host,
     ).model
     try:
         fused = fuse(

@@ -43,6 +43,8 @@ class EngineConfig:
             temperature and filters.
         seed: with a request's number it seeds requests that bring no seed of their own.
         check_model: at load, run the parity probe against the model's own attention.
+        ple_tables_on_host: tables of per-layer embeddings (n-grams) stay in host memory, and the GPU reads their rows
+            from there.
     """
 
     dtype: str = "auto"
@@ -60,6 +62,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     seed: int = 0
     check_model: bool = True
+    ple_tables_on_host: bool = False
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
@@ -79,7 +82,7 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         _check("gpu_memory_utilization", share, number and 0 < share <= 1, "a number in (0, 1]")
-        for name in ("enable_prefix_caching", "enforce_eager", "check_model"):
+        for name in ("enable_prefix_caching", "enforce_eager", "check_model", "ple_tables_on_host"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         modes = ("raw_logprobs", "processed_logprobs")
         _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")

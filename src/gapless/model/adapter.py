@@ -26,7 +26,7 @@ from gapless.errors import UnsupportedModelError
 from gapless.kv.spec import LayerSpec
 from gapless.model import checks
 from gapless.model.cpu_linear import quicken
-from gapless.model.hybrid import HybridLayer, replace_layers
+from gapless.model.hybrid import HybridLayer, ple_tables, replace_layers
 from gapless.model.packed import AttentionBackend, PackedStep
 
 ATTENTION_NAME = "gapless"
@@ -162,7 +162,8 @@ def private_copy(model: PreTrainedModel) -> PreTrainedModel:
     The parameters are objects of their own over the same storage. So an optimizer is followed, and a caller who
     converts or moves its model does not pull the weights away under a step.
     """
-    devices = {tensor.device for tensor in model.parameters()}
+    apart = {id(table.weight) for table in ple_tables(model)}
+    devices = {tensor.device for tensor in model.parameters() if id(tensor) not in apart}
     if len(devices) != 1:
         listed = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(

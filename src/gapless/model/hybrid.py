@@ -123,6 +123,12 @@ def replace_layers(model: PreTrainedModel, *, max_model_len: int, num_drafts: in
     return replaced
 
 
+def ple_tables(model: nn.Module) -> list[nn.Embedding]:
+    """The tables of n-grams of a model; they may lie in host memory while everything else is on a GPU."""
+    parts = [getattr(m, "ngram_embedding", None) for m in model.modules()]
+    return [part for part in parts if isinstance(part, nn.Embedding)]
+
+
 def require_parts(module: nn.Module, where: str, parts: set[str]) -> None:
     """Refuse a module whose children are not exactly ``parts``.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +22,7 @@ from gapless.errors import ConfigError, did_you_mean
 from gapless.model import checks
 from gapless.model.adapter import TransformersModel
 from gapless.model.gguf import convert_cached
+from gapless.model.hybrid import ple_tables
 from gapless.model.packed import AttentionBackend
 from gapless.model.probe import probe_parity
 
@@ -56,6 +58,7 @@ def load_model(
     attention: AttentionBackend = reference.attend,
     max_model_len: int | None = None,
     probe: bool = True,
+    ple_tables_on_host: bool = False,
 ) -> LoadedModel:
     """Load, check and wrap a model.
 
@@ -70,6 +73,8 @@ def load_model(
         attention: runs a layer's attention, by default the CPU's form.
         max_model_len: longest context that will be asked for; see `checks.fix_longrope`.
         probe: compare prefill and decode with the model's own attention; see `gapless.model.probe`.
+        ple_tables_on_host: leave tables of n-grams in host memory; see `gapless.model.ple_host`. A model object has
+            them there already, or is refused.
 
     Raises:
         ConfigError: nothing can be loaded from ``model``, or ``dtype`` is unknown.
@@ -91,13 +96,19 @@ def load_model(
             raise ConfigError(
                 f"device={str(device)!r}: the model object lies on {model.device}; move it with .to() first"
             )
+        if ple_tables_on_host and any(table.weight.device.type != "cpu" for table in ple_tables(model)):
+            raise ConfigError(
+                f"ple_tables_on_host=True: the tables of the model object lie on {model.device}; move them with .cpu()"
+            )
         module, source, name = model, str(getattr(model.config, "_name_or_path", "")) or None, None
     else:
         source, is_gguf = _resolve(model)
         if chosen is None and is_gguf:
             chosen = torch.float32 if device.type == "cpu" else torch.bfloat16
-        module = _read(source, chosen, device)
+        module = _read(source, chosen, device, ple_tables_on_host)
         name = Path(str(model)).name if Path(source).exists() else str(model)
+    if ple_tables_on_host and not ple_tables(module):
+        raise ConfigError(f"ple_tables_on_host=True: {type(module).__name__} has no per-layer embeddings of n-grams")
     wrapped = TransformersModel(module, attention=attention, name=name, max_model_len=max_model_len)
     if probe:
         probe_parity(wrapped)
@@ -163,7 +174,7 @@ def _resolve(model: str | Path) -> tuple[str, bool]:
     return text, False
 
 
-def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def _read(source: str, dtype: torch.dtype | None, device: torch.device, tables_on_host: bool) -> PreTrainedModel:
     """Config first, so that what cannot be served is refused before its weights are fetched."""
     folder = Path(source)
     config = _read_config(source)
@@ -172,7 +183,7 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTr
         raise ConfigError(
             f"model={source!r}: the folder has no *.safetensors; only this format of weights is read"
         )
-    direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None and not tables_on_host
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # a library is quiet; the caller's setting comes back below
     try:
@@ -189,7 +200,22 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device) -> PreTr
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
-    return model.to(device)
+    return move_but_tables(model, device) if tables_on_host else model.to(device)
+
+
+def move_but_tables(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move all parameters and buffers of ``model``, but for the tables of n-grams. Tied ones stay tied."""
+    moved = {table.weight: table.weight for table in ple_tables(model)}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in moved:
+                    moved[parameter] = nn.Parameter(parameter.data.to(device), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
 
 
 def _read_config(source: str) -> PreTrainedConfig:

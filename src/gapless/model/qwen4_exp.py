@@ -16,6 +16,7 @@ Shape legend: T tokens, H hidden size, HC streams.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,8 +65,14 @@ class LinearLayer(StreamsLayer):
             StateSpec((mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim), "float32", 1 + num_drafts),
         )
         self.hash: NGramHash | None = None
+        self.lookup: Callable[[torch.Tensor], torch.Tensor] | None = None
         ple: Any = getattr(original, "ple", None)
         if ple is not None:
+            self.lookup = ple.ple_embedding.ngram_embedding
+            if operations.on_gpu and ple.ple_embedding.ngram_embedding.weight.device.type == "cpu":
+                from gapless.model.ple_host import HostEmbedding
+
+                self.lookup = HostEmbedding(ple.ple_embedding.ngram_embedding)
             self.specs += (VectorSpec(ple.conv1d.in_channels, dtype, window=ple.short_conv_state_len + 1),)
             table = ple.ple_embedding
             self.hash = NGramHash(
@@ -78,7 +85,7 @@ class LinearLayer(StreamsLayer):
 
     def before(self, hidden_states: torch.Tensor, step: PackedStep) -> torch.Tensor:
         """Add the per-layer embeddings to each stream."""
-        if self.hash is None:
+        if self.hash is None or self.lookup is None:
             return hidden_states
         layer: Any = self.original
         ple, token_table = layer.ple, step.context.token_table
@@ -86,7 +93,7 @@ class LinearLayer(StreamsLayer):
             raise RuntimeError("per-layer embeddings need the token table of the step")
         streams = (ple.hc_count, ple.hidden_size)
         ids = ngram_ids(token_table, step.token_rows, step.positions, self.hash)
-        embedded = ple.ple_embedding.ngram_embedding(ids).flatten(-2)
+        embedded = self.lookup(ids).flatten(-2)
         key = ple.norm_key(ple.key_proj(embedded)).unflatten(-1, streams)
         query = ple.norm_query(hidden_states[0]).unflatten(-1, streams)
         gate = (key * query).sum(-1, keepdim=True) / math.sqrt(ple.hidden_size)
