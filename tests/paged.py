@@ -38,9 +38,10 @@ class PagedDriver:
         self.done = [0] * num_rows
 
     def step(
-        self, new: Sequence[tuple[int, int]], pad_sequences: int = 0, pad_tokens: int = 0
+        self, new: Sequence[tuple[int, int]], pad_sequences: int = 0, pad_tokens: int = 0, every: bool = False
     ) -> torch.Tensor:
-        """Compute (row, number of tokens) pairs; logits ``[S, vocab_size]`` of each row's last new token."""
+        """Compute (row, number of tokens) pairs; logits ``[S, vocab_size]`` of each row's last new token, or of every
+        token."""
         ids, positions, slots, starts = [], [], [], [0]
         for row, count in new:
             for position in range(self.done[row], self.done[row] + count):
@@ -65,11 +66,11 @@ class PagedDriver:
             decode_only=len(ids) == len(new),
             token_table=self.table,
         )
-        last = torch.tensor([end - 1 for end in starts[1:]] + [0] * pad_sequences)
+        last = torch.tensor(range(starts[-1]) if every else [end - 1 for end in starts[1:]] + [0] * pad_sequences)
         logits = torch.empty(len(last), self.model.vocab_size, dtype=self.model.dtype)
         tokens = torch.tensor(ids + [0] * pad_tokens)
         self.model.forward(tokens, torch.tensor(positions + [0] * pad_tokens), context, last, logits)
-        return logits[: len(new)]
+        return logits if every else logits[: len(new)]
 
 
 def greedy(

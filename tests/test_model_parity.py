@@ -64,6 +64,33 @@ def test_greedy_equals_transformers_hybrid(kind: str, pad: int) -> None:
     check_greedy(tiny(kind), 24, pad)
 
 
+@pytest.mark.parametrize("kind", ["llama", *HYBRID_KINDS])
+def test_tokens_that_are_taken_back_leave_nothing_behind(kind: str) -> None:
+    """Steps of a token and three more, of which only the first ones are right; the next step begins after those."""
+    model, rng, most = tiny(kind), random.Random(7), 3
+    rows = [[rng.randrange(1, VOCAB_SIZE) for _ in range(n)] for n in (61, 44)]
+    with torch.no_grad():
+        expected = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    driver = PagedDriver(TransformersModel(model, num_drafts=most), 2, 72)
+    driver.tokens = [list(row) for row in rows]
+    driver.step([(0, 19), (1, 2)])
+    while any(done < len(row) for done, row in zip(driver.done, rows, strict=True)):
+        plan, right = [], []
+        for row in (0, 1):
+            done, left = driver.done[row], len(rows[row]) - driver.done[row]
+            if left:
+                right.append(min(rng.randint(1, most + 1), left))
+                wrong = [rng.randrange(1, VOCAB_SIZE) for _ in range(most + 1 - right[-1])]
+                driver.tokens[row] = rows[row][: done + right[-1]] + wrong
+                plan.append((row, most + 1))
+        logits = driver.step(plan, every=True)
+        for i, (row, _) in enumerate(plan):
+            first, count = driver.done[row] - most - 1, right[i]
+            got = logits[i * (most + 1) :][:count]
+            torch.testing.assert_close(got, expected[row][first : first + count], atol=1e-4, rtol=1e-4)
+            driver.done[row] = first + count
+
+
 def test_kv_specs_name_the_windows() -> None:
     specs = TransformersModel(tiny("gemma2")).kv_specs
     assert [spec.window for spec in specs] == [10, None, 10]
