@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen4ExpConfig, Qwen4ExpForConditionalGeneration
 
 from gapless import LLM, SamplingParams
 from gapless.errors import ConfigError
 from gapless.model.adapter import TransformersModel
-from gapless.model.loading import move_but_tables
+from gapless.model.loading import load_model, move_but_tables
 from harness import Job, Outcome, make_request, run_jobs
-from models import HYBRID_KINDS, VOCAB_SIZE, tiny
+from models import HYBRID_KINDS, VOCAB_SIZE, tiny, tiny_config
 
 EOS = 1
 each_kind = pytest.mark.parametrize("kind", HYBRID_KINDS)
@@ -140,6 +141,19 @@ def test_tables_on_host(tmp_path: Path) -> None:
     assert_greedy("qwen4_exp", prompt, list(outputs[0].outputs[0].token_ids))
     with pytest.raises(ConfigError, match="Lfm2ForCausalLM has no per-layer embeddings"):
         LLM(own("lfm2"), **options)
+
+
+def test_the_text_part_of_a_model_of_text_and_images_is_read(tmp_path: Path) -> None:
+    """As its checkpoint is published."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    name, options = HYBRID_KINDS["qwen4_exp"]
+    text = tiny_config(name, **options).to_dict()
+    config = Qwen4ExpConfig(text_config=text, vision_config={**vision, "out_hidden_size": 48})
+    whole = Qwen4ExpForConditionalGeneration._from_config(config, dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, device=torch.device("cpu"))
+    assert type(loaded.model.module).__name__ == "Qwen4ExpForCausalLM"
+    assert torch.equal(loaded.model.module.lm_head.weight, whole.lm_head.weight)
 
 
 def test_only_the_tables_stay() -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TEXT_PARTS = frozenset({"qwen4_exp"})
+"""By ``model_type``: models of text and images whose text part ``transformers`` reads from the same checkpoint."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -233,7 +235,7 @@ def _read_config(source: str) -> PreTrainedConfig:
         ) from error
     except ValueError as error:  # an architecture that this transformers does not know
         raise ConfigError(f"model={source!r}: {_first_line(error)}") from error
-    return config
+    return config.get_text_config() if config.model_type in TEXT_PARTS else config
 
 
 def _first_line(error: Exception) -> str:
