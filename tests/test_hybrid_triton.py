@@ -23,8 +23,8 @@ GPU = torch.cuda.is_available()
 CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
-LENGTHS = (9, 1, 14)
-CASES = [("whole", 0), ("chunks", 0), ("ones", 0), ("chunks", 2)]
+LENGTHS = (7, 1, 10)
+CASES = [("whole", 0), ("ones", 0), ("chunks", 2)]
 each_style = pytest.mark.parametrize(("style", "drafts"), CASES, ids=[f"{s}-{d}" for s, d in CASES])
 
 
@@ -56,7 +56,7 @@ def test_short_conv(style: str, drafts: int, dilation: int, silu: bool, bias: bo
     offset = torch.randn(10, device=DEVICE) if bias else None
 
     def run(form: object) -> list[torch.Tensor]:
-        ragged = Ragged(len(LENGTHS), 20, device=DEVICE)
+        ragged = Ragged(len(LENGTHS), 16, device=DEVICE)
         cache = ragged.cache(10)
 
         def part(x: torch.Tensor, s: Step) -> torch.Tensor:
@@ -73,11 +73,11 @@ def test_short_conv(style: str, drafts: int, dilation: int, silu: bool, bias: bo
 @runs_kernels
 @each_style
 def test_gated_delta_rule(style: str, drafts: int) -> None:
-    heads, key_heads, dk, dv = 4, 2, 6, 5
+    heads, key_heads, dk, dv = 2, 1, 6, 18
     sizes = [key_heads * dk, key_heads * dk, heads * dv, heads, heads]
 
     def run(form: object) -> list[torch.Tensor]:
-        ragged = Ragged(len(LENGTHS), 20, device=DEVICE)
+        ragged = Ragged(len(LENGTHS), 16, device=DEVICE)
         states = torch.full((len(LENGTHS) + 1, 1 + drafts, heads, dk, dv), float("nan"), device=DEVICE)
 
         def part(x: torch.Tensor, s: Step) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_sparse_attention(style: str, drafts: int, ratio: int) -> None:
     sizes = [hq * d, hk * d, hk * d, hi * di, di]
 
     def run(triton: bool) -> list[torch.Tensor]:
-        ragged = Ragged(len(LENGTHS), 20, device=DEVICE)
+        ragged = Ragged(len(LENGTHS), 16, device=DEVICE)
         index_cache = ragged.cache(2 * di)
         kv_cache = torch.full((2, ragged.num_blocks, BLOCK, hk, d), 1e3, device=DEVICE)
 

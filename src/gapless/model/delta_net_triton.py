@@ -15,6 +15,9 @@ import triton.language as tl
 
 from gapless.model.delta_net import EPS
 
+TILE = 16
+"""Columns of a program. One warp holds them, so that sums over the rows need no barrier."""
+
 
 @triton.jit
 def _kernel(
@@ -45,21 +48,31 @@ def _kernel(
         state = tl.load(here + entry * (HV * DK * DV), mask=both, other=0.0)
         state = tl.where(position > 0, state, 0.0)
         begin = first.to(tl.int64)
-        for i in range(stop - first):
-            at = begin + i
-            q = tl.load(q_ptr + at * q_token + h // GROUP * DK + dk, mask=in_k, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + at * k_token + h // GROUP * DK + dk, mask=in_k, other=0.0).to(tl.float32)
-            v = tl.load(v_ptr + at * v_token + h * DV + dv, mask=in_v, other=0.0).to(tl.float32)
-            g = tl.load(g_ptr + at * g_token + h).to(tl.float32)
-            beta = tl.load(beta_ptr + at * beta_token + h).to(tl.float32)
+        count = stop - first
+        in_q = h // GROUP * DK + dk
+        q_new = tl.load(q_ptr + begin * q_token + in_q, mask=in_k, other=0.0)
+        k_new = tl.load(k_ptr + begin * k_token + in_q, mask=in_k, other=0.0)
+        v_new = tl.load(v_ptr + begin * v_token + h * DV + dv, mask=in_v, other=0.0)
+        g_new = tl.load(g_ptr + begin * g_token + h)
+        beta_new = tl.load(beta_ptr + begin * beta_token + h)
+        for i in range(count):
+            q, k, v = q_new.to(tl.float32), k_new.to(tl.float32), v_new.to(tl.float32)
+            g, beta = g_new.to(tl.float32), beta_new.to(tl.float32)
+            # What the next token brings is on its way while this one is computed; nothing here waits for memory.
+            ahead = begin + tl.minimum(i + 1, count - 1)
+            q_new = tl.load(q_ptr + ahead * q_token + in_q, mask=in_k, other=0.0)
+            k_new = tl.load(k_ptr + ahead * k_token + in_q, mask=in_k, other=0.0)
+            v_new = tl.load(v_ptr + ahead * v_token + h * DV + dv, mask=in_v, other=0.0)
+            g_new = tl.load(g_ptr + ahead * g_token + h)
+            beta_new = tl.load(beta_ptr + ahead * beta_token + h)
             q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
             k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + eps))
             state = state * tl.exp(g)
             known = tl.sum(state * k[:, None], 0)
             state += k[:, None] * ((v - known) * beta)[None, :]
             out = tl.sum(state * q[:, None], 0)
-            tl.store(out_ptr + (at * HV + h) * DV + dv, out.to(out_ptr.dtype.element_ty), mask=in_v)
-            if stop - first - i <= M:
+            tl.store(out_ptr + ((begin + i) * HV + h) * DV + dv, out.to(out_ptr.dtype.element_ty), mask=in_v)
+            if count - i <= M:
                 entry = (position + i) % M
                 tl.store(here + entry * (HV * DK * DV), state, mask=both)
 
@@ -87,10 +100,10 @@ def gated_delta_rule(
     if states.dtype != torch.float32 or not states.is_contiguous():
         raise ValueError("the states must be contiguous and in fp32")
     out = torch.zeros(tokens, heads, dv, dtype=q.dtype, device=q.device)
-    tile = min(32, triton.next_power_of_2(dv))
+    tile = min(TILE, triton.next_power_of_2(dv))
     _kernel[(len(rows), heads, triton.cdiv(dv, tile))](
         q, k, v, g, beta, states, query_start_loc, seq_lens, rows, out, dk**-0.5, EPS, q.stride(0), k.stride(0),
         v.stride(0), g.stride(0), beta.stride(0), HV=heads, GROUP=heads // key_heads, DK=dk, DV=dv,
-        M=states.shape[1], BK=triton.next_power_of_2(dk), TILE=tile, num_warps=4,
+        M=states.shape[1], BK=triton.next_power_of_2(dk), TILE=tile, num_warps=1,
     )  # fmt: skip
     return out
