@@ -91,7 +91,7 @@ def test_probe_finds_wrong_attention(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_probe_passes_in_half_precision(dtype: torch.dtype) -> None:
-    for kind in ("llama", "qwen3", "gemma2"):
+    for kind in ("llama", "qwen3", "gemma2", "lfm2", "qwen4_exp"):
         assert probe_parity(TransformersModel(tiny(kind, initializer_range=0.1).to(dtype))) < 5e-2
 
 

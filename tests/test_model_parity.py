@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from gapless.kv.spec import StateSpec
 from gapless.model.adapter import TransformersModel
 from gapless.model.loading import load_model, load_tokenizer
 from gapless.model.probe import probe_parity
@@ -96,6 +97,9 @@ def test_kv_specs_name_the_windows() -> None:
     assert [spec.window for spec in specs] == [10, None, 10]
     assert {(spec.num_kv_heads, spec.head_dim_k, spec.dtype) for spec in specs} == {(2, 8, "float32")}
     assert [spec.window for spec in TransformersModel(tiny("mistral")).kv_specs] == [12] * 3
+    hybrid = TransformersModel(tiny("qwen4_exp"), num_drafts=3).kv_specs
+    assert {spec.window for spec in hybrid} == {None, 10}  # one table for all convolutions
+    assert [spec.slots for spec in hybrid if isinstance(spec, StateSpec)] == [4, 4, 4]
     wide = tiny("mistral", sliding_window=4096)  # wider than any context: no window
     assert [spec.window for spec in TransformersModel(wide).kv_specs] == [None] * 3
 

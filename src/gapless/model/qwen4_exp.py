@@ -57,11 +57,11 @@ class StreamsLayer(HybridLayer):
 class LinearLayer(StreamsLayer):
     """Linear attention, with or without per-layer embeddings before it."""
 
-    def __init__(self, original: nn.Module, operations: Operations, config: Any, dtype: str, num_drafts: int) -> None:
+    def __init__(self, original: nn.Module, operations: Operations, window: int, dtype: str, num_drafts: int) -> None:
         super().__init__(original, operations)
         mixer: Any = original.linear_attn
         self.specs = (
-            VectorSpec(mixer.conv_dim, dtype, window=mixer.conv_kernel_size),
+            VectorSpec(mixer.conv_dim, dtype, window=window),
             StateSpec((mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim), "float32", 1 + num_drafts),
         )
         self.hash: NGramHash | None = None
@@ -73,7 +73,7 @@ class LinearLayer(StreamsLayer):
                 from gapless.model.ple_host import HostEmbedding
 
                 self.lookup = HostEmbedding(ple.ple_embedding.ngram_embedding)
-            self.specs += (VectorSpec(ple.conv1d.in_channels, dtype, window=ple.short_conv_state_len + 1),)
+            self.specs += (VectorSpec(ple.conv1d.in_channels, dtype, window=window),)
             table = ple.ple_embedding
             self.hash = NGramHash(
                 table.ngram_size,
@@ -217,6 +217,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((turned, rest), -1)
 
 
+def _window(config: Any) -> int:
+    """Of all convolutions: the widest one's, so that they share a block table. The others keep a few inputs more."""
+    ple = (config.ple_conv_kernel_size - 1) * config.ngram_size + 1 if config.ple_layer_ids else 0
+    return int(max(config.linear_conv_kernel_dim, ple))
+
+
 def _inject(streams: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Add ``x [1, T, H]`` to each stream of ``[1, T, HC * H]``, by ``weights [1, T, HC]``."""
     return streams + (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
@@ -257,7 +263,7 @@ def wrap(
             require_parts(ple.ple_embedding, f"{where}.ple.ple_embedding", {"ngram_embedding"})
             width = config.hidden_size * config.hc_count
             require_conv(ple.conv1d, f"{where}.ple.conv1d", width, config.ple_conv_kernel_size, config.ngram_size)
-        return LinearLayer(layer, operations, config, dtype, num_drafts)
+        return LinearLayer(layer, operations, _window(config), dtype, num_drafts)
     require_parts(layer, where, shared | {"self_attn"})
     parts = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "indexer"}
     require_parts(layer.self_attn, f"{where}.self_attn", parts)  # type: ignore[arg-type]
