@@ -49,6 +49,12 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {  # an indexer that leaves blocks out, n-grams in two layers
+        "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2), "hc_count": 2, "hc_lowrank": 8,
+        "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_vocab_size_base": 100, "heads_per_ngram": 2,
+        "indexer_n_heads": 6, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 9,
+        "indexer_compress_ratio": 3, "eos_token_id": 1,
+    },
 }
 """What is worth a test beside the defaults, and what has no default that works."""
 
@@ -108,7 +114,7 @@ def _is_set(config: PreTrainedConfig, name: str) -> bool:
 
 
 def small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A random model in fp32 with eager attention; biases and sinks are random as well.
+    """A random model in fp32 with eager attention; what starts as zeros or ones and matters is random as well.
 
     Raises:
         NotSmall: it is large all the same, or cannot be made.
@@ -128,7 +134,7 @@ def small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         raise NotSmall(f"cannot be made: {told(error)}") from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "sinks" in name:
+            if name.endswith("bias") or "sinks" in name or "ple.conv1d" in name:
                 parameter.normal_(std=0.5)
     return model.eval()
 
