@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,32 @@ def test_the_text_part_of_a_model_of_text_and_images_is_read(tmp_path: Path) -> 
     loaded = load_model(tmp_path, device=torch.device("cpu"))
     assert type(loaded.model.module).__name__ == "Qwen4ExpForCausalLM"
     assert torch.equal(loaded.model.module.lm_head.weight, whole.lm_head.weight)
+
+
+@each_kind
+def test_weights_change_under_a_running_engine(kind: str) -> None:
+    """The names are the model's own, and an update reaches the parts that replace its layers."""
+    model, other = tiny(kind), tiny(kind, seed=1)
+    prompt = {"prompt_token_ids": [5, 6, 1, 7, 8, 9]}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_kv_blocks": 40}
+    with LLM(other, **options) as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+    with LLM(model, **options) as llm:
+        assert llm.generate([prompt], params)[0].outputs[0].token_ids != expected
+        llm.update_weights(other.state_dict())
+        assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
+
+
+def test_a_closed_engine_leaves_no_cycle() -> None:
+    wrapped = TransformersModel(tiny("qwen4_exp"))
+    layer = weakref.ref(wrapped.hybrid_layers[0].layer)
+    gc.disable()
+    try:
+        del wrapped
+        assert layer() is None
+    finally:
+        gc.enable()
 
 
 def test_only_the_tables_stay() -> None:

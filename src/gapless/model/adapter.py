@@ -105,7 +105,7 @@ class TransformersModel:
         self.hybrid_layers: list[HybridLayer] = replace_layers(
             self.module, max_model_len=longest, num_drafts=num_drafts
         )
-        checks.check_modules(self.module, known=self.hybrid_layers)
+        checks.check_modules(self.module, known=[hybrid.layer for hybrid in self.hybrid_layers])
         self._choose_experts()
         if self.device.type == "cpu":
             quicken(self.module)

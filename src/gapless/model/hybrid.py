@@ -1,16 +1,17 @@
 """Layers that keep something else than keys and values, run packed: which models have them, and what replaces them.
 
 ``transformers``' own convolutions, recurrences and indexers take a batch entry for one sequence, and would mix the
-prompts of a packed step. In the private copy of a model each decoder layer with such a part is wrapped: given an
-engine's step, the wrapper runs the layer with the parts of this package, over the same parameters; without one, it
-calls the layer as it is, which is what the parity probe compares with.
+prompts of a packed step. In the private copy of a model each decoder layer with such a part gets another ``forward``:
+given an engine's step, it runs the layer with the parts of this package, over the same parameters; without one, it
+calls the layer's own, which is what the parity probe compares with. The module tree and its names stay as they are.
 
-What a wrapper keeps is told as `LayerSpec`s, and `HybridLayer.places` says where in ``kv_caches`` they ended up.
+What a layer keeps is told as `LayerSpec`s, and `HybridLayer.places` says where in ``kv_caches`` they ended up.
 A layer that does not have exactly the expected parts is refused, by name.
 """
 
 from __future__ import annotations
 
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -47,30 +48,41 @@ class Operations:
         self.gated_delta_rule: Any = recurrence.gated_delta_rule
 
 
-class HybridLayer(nn.Module):
+class HybridLayer:
     """A decoder layer of ``transformers`` that also runs packed.
 
     Attributes:
-        original: the layer.
+        layer: of a private copy; its ``forward`` is replaced by `install`.
         specs: what it keeps.
         places: for each of ``specs``, its index in ``AttentionContext.kv_caches``; set by the adapter.
     """
 
-    def __init__(self, original: nn.Module, operations: Operations) -> None:
-        super().__init__()
-        self.original = original
+    def __init__(self, layer: nn.Module, operations: Operations) -> None:
+        self.layer: Any = layer
         self.operations = operations
         self.specs: tuple[LayerSpec, ...] = ()
         self.places: tuple[int, ...] = ()
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, gapless_step: Any = None, **kwargs: Any) -> torch.Tensor:
-        """As the layer's own; ``gapless_step`` is a `PackedStep`, None, or what a survey passes, which is let by."""
-        if isinstance(gapless_step, PackedStep):
-            return self.packed(hidden_states, gapless_step, kwargs)
-        if gapless_step is not None:
-            return hidden_states
-        out: torch.Tensor = self.original(hidden_states, *args, **kwargs)
-        return out
+    def install(self) -> None:
+        """From now on the layer runs packed where it is given a step.
+
+        The third thing that it may be given is what a survey passes, which is let by. The layer holds no reference to
+        this object, or both would outlive their engine until a garbage collection.
+        """
+        own, reference = type(self.layer).forward, weakref.ref(self)
+
+        def forward(hidden_states: torch.Tensor, *args: Any, gapless_step: Any = None, **kwargs: Any) -> torch.Tensor:
+            hybrid = reference()
+            if hybrid is None:
+                raise RuntimeError("a hybrid layer is called after its engine's model is gone")
+            if isinstance(gapless_step, PackedStep):
+                return hybrid.packed(hidden_states, gapless_step, kwargs)
+            if gapless_step is not None:
+                return hidden_states
+            out: torch.Tensor = own(hybrid.layer, hidden_states, *args, **kwargs)
+            return out
+
+        self.layer.forward = forward
 
     def packed(self, hidden_states: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """``[1, T, ...]`` to the same, for the tokens of ``step``."""
@@ -91,7 +103,7 @@ class HybridLayer(nn.Module):
 
 
 def replace_layers(model: PreTrainedModel, *, max_model_len: int, num_drafts: int = 0) -> list[HybridLayer]:
-    """Wrap the layers of a private copy that need it; in the order of the layers. Empty for other models.
+    """Let the layers of a private copy that need it run packed; in the order of the layers. Empty for other models.
 
     Args:
         model: is changed.
@@ -112,13 +124,13 @@ def replace_layers(model: PreTrainedModel, *, max_model_len: int, num_drafts: in
     for i, layer in enumerate(base.layers):
         where = f"{type(model).__name__}: layers.{i}"
         if kind == "qwen4_exp_text":
-            new: HybridLayer | None = qwen4_exp.wrap(
+            new: HybridLayer | None = qwen4_exp.hybrid(
                 layer, where, model, operations, max_model_len=max_model_len, num_drafts=num_drafts
             )
         else:
-            new = lfm2.wrap(layer, where, model, operations)
+            new = lfm2.hybrid(layer, where, model, operations)
         if new is not None:
-            base.layers[i] = new
+            new.install()
             replaced.append(new)
     return replaced
 

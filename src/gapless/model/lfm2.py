@@ -23,16 +23,15 @@ from gapless.model.packed import PackedStep
 class ShortConvLayer(HybridLayer):
     """A decoder layer with a short convolution."""
 
-    def __init__(self, original: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
-        super().__init__(original, operations)
-        conv: Any = original.conv
+    def __init__(self, layer: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
+        super().__init__(layer, operations)
+        conv = self.layer.conv
         taps, width = conv.conv.kernel_size[0], conv.conv.in_channels
         self.specs = (VectorSpec(width, str(dtype).removeprefix("torch."), window=taps),)
 
     def packed(self, hidden_states: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """See `HybridLayer`."""
-        layer: Any = self.original
-        conv = layer.conv
+        layer, conv = self.layer, self.layer.conv
         b, c, x = conv.in_proj(layer.operator_norm(hidden_states)[0]).chunk(3, -1)
         mixed = conv.out_proj(c * self.convolve(b * x, step, 0, conv.conv))
         hidden_states = hidden_states + mixed[None]
@@ -40,8 +39,8 @@ class ShortConvLayer(HybridLayer):
         return out
 
 
-def wrap(layer: nn.Module, where: str, model: PreTrainedModel, operations: Operations) -> HybridLayer | None:
-    """The layer, if it has a convolution; None for a layer with attention.
+def hybrid(layer: nn.Module, where: str, model: PreTrainedModel, operations: Operations) -> HybridLayer | None:
+    """For a layer with a convolution; None for a layer with attention.
 
     Raises:
         UnsupportedModelError: it is built in another way.

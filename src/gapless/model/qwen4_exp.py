@@ -38,7 +38,7 @@ class StreamsLayer(HybridLayer):
 
     def packed(self, hidden_states: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """``[1, T, HC * H]`` to the same."""
-        layer: Any = self.original
+        layer = self.layer
         hidden_states = self.before(hidden_states, step)
         x, streams, weights = layer.attn_hyper_connection(hidden_states)
         streams = _inject(streams, self.mix(x[0], step, kwargs)[None], weights)
@@ -57,16 +57,16 @@ class StreamsLayer(HybridLayer):
 class LinearLayer(StreamsLayer):
     """Linear attention, with or without per-layer embeddings before it."""
 
-    def __init__(self, original: nn.Module, operations: Operations, window: int, dtype: str, num_drafts: int) -> None:
-        super().__init__(original, operations)
-        mixer: Any = original.linear_attn
+    def __init__(self, layer: nn.Module, operations: Operations, window: int, dtype: str, num_drafts: int) -> None:
+        super().__init__(layer, operations)
+        mixer = self.layer.linear_attn
         self.specs = (
             VectorSpec(mixer.conv_dim, dtype, window=window),
             StateSpec((mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim), "float32", 1 + num_drafts),
         )
         self.hash: NGramHash | None = None
         self.lookup: Callable[[torch.Tensor], torch.Tensor] | None = None
-        ple: Any = getattr(original, "ple", None)
+        ple = getattr(self.layer, "ple", None)
         if ple is not None:
             self.lookup = ple.ple_embedding.ngram_embedding
             if operations.on_gpu and ple.ple_embedding.ngram_embedding.weight.device.type == "cpu":
@@ -87,7 +87,7 @@ class LinearLayer(StreamsLayer):
         """Add the per-layer embeddings to each stream."""
         if self.hash is None or self.lookup is None:
             return hidden_states
-        layer: Any = self.original
+        layer = self.layer
         ple, token_table = layer.ple, step.context.token_table
         if token_table is None:
             raise RuntimeError("per-layer embeddings need the token table of the step")
@@ -105,7 +105,7 @@ class LinearLayer(StreamsLayer):
 
     def mix(self, x: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """The gated delta rule behind its convolution."""
-        layer: Any = self.original
+        layer = self.layer
         mixer, context = layer.linear_attn, step.context
         mixed = self.convolve(mixer.in_proj_qkv(x), step, 0, mixer.conv1d, silu=True)
         q, k, v = torch.split(mixed, [mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
@@ -131,12 +131,12 @@ class SparseLayer(StreamsLayer):
     """Attention to chosen blocks, or to everything while nothing can be left out."""
 
     def __init__(
-        self, original: nn.Module, operations: Operations, config: Any, dtype: str, rotary: nn.Module, max_len: int
+        self, layer: nn.Module, operations: Operations, config: Any, dtype: str, rotary: nn.Module, max_len: int
     ) -> None:
-        super().__init__(original, operations)
-        mixer: Any = original.self_attn
+        super().__init__(layer, operations)
+        mixer = self.layer.self_attn
         indexer = mixer.indexer
-        self.rotary = [rotary]  # in a list, so that it is no part of the module tree twice
+        self.rotary = rotary
         self.params = SparseParams(indexer.compress_ratio, indexer.block_topk, float(mixer.scaling))
         self.plain = self.params.covers(max_len)
         self.specs = (KVSpec(config.num_key_value_heads, mixer.head_dim, mixer.head_dim, dtype),)
@@ -145,7 +145,7 @@ class SparseLayer(StreamsLayer):
 
     def mix(self, x: torch.Tensor, step: PackedStep, kwargs: dict[str, Any]) -> torch.Tensor:
         """Gated attention of the tokens ``x``."""
-        layer: Any = self.original
+        layer = self.layer
         mixer, place = layer.self_attn, self.places[0]
         size, context, cache = mixer.head_dim, step.context.of(place), step.context.kv_caches[place]
         cos, sin = (part[0] for part in kwargs["position_embeddings"])
@@ -170,7 +170,7 @@ class SparseLayer(StreamsLayer):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        layer: Any = self.original
+        layer = self.layer
         indexer, place = layer.self_attn.indexer, self.places[0]
         own, cache, index_cache = step.context.of(place), *(step.context.kv_caches[i] for i in self.places)
         size, params, positions = indexer.index_head_dim, self.params, step.positions
@@ -202,7 +202,7 @@ class SparseLayer(StreamsLayer):
         made = step.context.scratch.get(name)
         if made is None:
             starts = (step.positions - self.params.ratio + 1).clamp_min(0)
-            cos, sin = self.rotary[0](x, starts.view(1, 1, -1).expand(3, 1, -1))
+            cos, sin = self.rotary(x, starts.view(1, 1, -1).expand(3, 1, -1))
             made = step.context.scratch[name] = (cos[0], sin[0])
         cos, sin = made
         return cos, sin
@@ -228,7 +228,7 @@ def _inject(streams: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> to
     return streams + (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
 
 
-def wrap(
+def hybrid(
     layer: nn.Module,
     where: str,
     model: PreTrainedModel,
@@ -237,7 +237,7 @@ def wrap(
     max_model_len: int,
     num_drafts: int,
 ) -> HybridLayer:
-    """The layer, wrapped.
+    """For any layer of the model.
 
     Raises:
         UnsupportedModelError: it is built in another way.

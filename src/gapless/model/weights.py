@@ -140,7 +140,8 @@ class Weights:
         """Move the values to the host's memory and free the device's. Every view of them stays, and is empty."""
         if self.asleep or self.device.type == "cpu":
             return
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors.values()}
+        there = [t.untyped_storage() for t in self._tensors.values() if t.device.type != "cpu"]  # some may be here
+        storages = {storage.data_ptr(): storage for storage in there}
         moved = [(storage, _bytes(storage).cpu()) for storage in storages.values()]  # sync-ok: off the step path
         for storage, _ in moved:
             storage.resize_(0)
