@@ -12,11 +12,12 @@ from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
 from gapless.engine import Engine
 from gapless.kv.groups import group_windows
+from gapless.lora.bank import AdapterBank
 from gapless.messages import Finished, StepMessage
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import reference_kernels
 from gapless.pipeline.runner import Runner
-from gapless.pipeline.shapes import EXACT
+from gapless.pipeline.shapes import EXACT, Shapes
 from gapless.plan import RowLayout
 from gapless.request import FinishReason, Request, SamplingParams
 from gapless.scheduler import Scheduler, max_updates
@@ -119,6 +120,8 @@ def make_parts(
     depth: int,
     num_blocks: int | tuple[int, ...] = 200,
     groups: bool = True,
+    adapters: AdapterBank | None = None,
+    shapes: Shapes = EXACT,
     **options: object,
 ) -> tuple[Scheduler, Runner]:
     """Without ``groups`` all layers share one block table, and windows only mask."""
@@ -136,8 +139,9 @@ def make_parts(
         max_num_tokens=config.max_num_batched_tokens,
         max_updates=max_updates(config, layout),
         kernels=reference_kernels(),
-        shapes=EXACT,
+        shapes=shapes,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        adapters=adapters,
     )
     return Scheduler(config, layout, num_blocks), runner
 

@@ -108,6 +108,44 @@ def test_jsonl_in_and_out(folder: Path, expected: dict[str, str], tmp_path: Path
     assert got[3]["outputs"][0]["finish_reason"] == "length"
 
 
+def test_adapters(folder: Path, expected: dict[str, str], capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft_adapters", reason="peft is not installed")
+    fr, de = (str(peft.save(model(), peft.KINDS[name], tmp_path / name)) for name in ("a", "b"))
+    assert generate(folder, "--quiet", "--lora", f"fr={fr}", "hello") == 0
+    alone = capfd.readouterr().out.removesuffix("\n")
+    assert alone != expected["hello"]
+    source = tmp_path / "in.jsonl"
+    lines = [{"prompt": "hello", "lora": name} for name in ("fr", None, "de")]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    several = ("--lora", f"fr={fr}", "--lora", f"de={de}", "--file", str(source), "--format", "jsonl", "--quiet")
+    assert generate(folder, *several) == 0
+    texts = [r["outputs"][0]["text"] for r in records(capfd.readouterr().out)]
+    assert texts[:2] == [alone, expected["hello"]]
+    assert texts[2] not in texts[:2]
+
+
+def test_adapters_that_are_refused(folder: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Before a model is loaded, as far as that can be."""
+    options = {"peft_type": "LORA", "r": 8, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    good, source = f"x={tmp_path}", tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "hello", "lora": "y"}\n')
+    cases = [
+        (("--lora", "x", "hello"), "NAME=PATH is needed"),
+        (("--lora", good, "--lora", good, "hello"), "is given twice"),
+        (("--lora", f"x={tmp_path}/nowhere", "hello"), "there is no such folder"),
+        (("--lora", good, "--lora", f"y={tmp_path}", "hello"), "which of the adapters x, y?"),
+        (("--lora", good, "--file", str(source)), "lora='y': no such adapter."),
+        (("--file", str(source)), "Loaded: none; give them with --lora NAME=PATH"),
+        (("--lora", good, "--max-lora-rank", "4", "hello"), "need max_lora_rank=8, but 4 is given"),
+        (("--lora", good, "hello"), "adapter_model.safetensors cannot be read"),
+    ]
+    for arguments, message in cases:
+        assert generate(folder, "--quiet", *arguments) == 2
+        assert message in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("given", [("--file", "-"), ()])
 def test_standard_input_and_chat(
     folder: Path, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

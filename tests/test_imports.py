@@ -16,10 +16,10 @@ LAYERS = [
     {"device"},
     {"kv"},
     {"grammar", "draft", "row_blocks", "row_words", "rows", "prefix", "steady", "versions", "waiting", "scheduler"},
-    {"model", "attention", "sampling"},
+    {"model", "attention", "sampling", "lora"},
     {"pipeline"},
     {"control", "engine", "build"},
-    {"client", "llm", "async_llm", "pace", "text", "cli", "__main__"},
+    {"adapters", "client", "llm", "async_llm", "pace", "text", "cli", "__main__"},
     {"bench", "coverage", "trace", "server", "verify"},
 ]
 """From the bottom up. A module or package that is not here fails the test: give it its place."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapless.config import EngineConfig
 from gapless.errors import (
+    AdapterError,
     ConfigError,
     EngineClosedError,
     EngineDeadError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AdapterError",
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",

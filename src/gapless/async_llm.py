@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +44,7 @@ class AsyncLLM:
         mode: OutputMode | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, piece by piece.
 
@@ -56,13 +58,15 @@ class AsyncLLM:
             mode: "stream", each output holds everything so far; "delta", only what is new; "final", one output. None:
                 as ``sampling_params.output_kind`` says.
             priority, cache_salt: see `LLM.generate`.
+            lora: the name of a loaded adapter, see `load_lora`; None for the model alone.
 
         Raises:
             RequestError: the request cannot be served.
             EngineDeadError: the engine stopped, with the cause.
         """
         encoded = self._client.encode(prompt)
-        async with aclosing(self._run(encoded, sampling_params, request_id, mode, (priority, cache_salt))) as outputs:
+        options = (priority, cache_salt, lora)
+        async with aclosing(self._run(encoded, sampling_params, request_id, mode, options)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -75,11 +79,13 @@ class AsyncLLM:
         mode: OutputMode | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see `generate`. ``template_options`` go to the chat template."""
         encoded = self._client.encode_chat(messages, **template_options)
-        async with aclosing(self._run(encoded, sampling_params, request_id, mode, (priority, cache_salt))) as outputs:
+        options = (priority, cache_salt, lora)
+        async with aclosing(self._run(encoded, sampling_params, request_id, mode, options)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -89,16 +95,17 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: str | None,
         mode: OutputMode | None,
-        options: tuple[int, str | None],
+        options: tuple[int, str | None, str | None],
     ) -> AsyncGenerator[RequestOutput, None]:
         params = SamplingParams() if params is None else params
-        priority, cache_salt = options
+        priority, cache_salt, lora = options
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
         if mode is None:
             mode = _MODES[RequestOutputKind(params.output_kind)]
         mailbox = _Mailbox(asyncio.get_running_loop(), merge=mode == "delta")
-        submission = Submission(encoded, params, mailbox.put, mailbox.fail, mode, request_id, priority, cache_salt)
+        take, fail = mailbox.put, mailbox.fail
+        submission = Submission(encoded, params, take, fail, mode, request_id, priority, cache_salt, lora)
         if params.structured_outputs is not None:
             await asyncio.to_thread(self._client.compile, params)
         (group,) = self._client.submit([submission])
@@ -169,6 +176,19 @@ class AsyncLLM:
     async def wake(self) -> None:
         """See `LLM.wake`."""
         await asyncio.to_thread(self._client.wake)
+
+    async def load_lora(self, name: str, path: str | Path) -> None:
+        """See `LLM.load_lora`."""
+        await asyncio.to_thread(self._client.adapters.load, name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        """See `LLM.unload_lora`."""
+        await asyncio.to_thread(self._client.adapters.unload, name)
+
+    @property
+    def loras(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        return self._client.adapters.names
 
     def close(self) -> None:
         """Give threads and memory back; open requests fail with `EngineClosedError`. Safe to call twice."""

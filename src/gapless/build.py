@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from gapless.grammar.compiler import available
 from gapless.kv.groups import KVGroup, group_windows, kv_groups
 from gapless.kv.sizing import given_blocks, split_memory
 from gapless.kv.spec import StateSpec
+from gapless.lora.bank import AdapterBank
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.model.weights import Weights
@@ -144,6 +146,8 @@ def _build(
             "row state. Lower one of them"
         )
 
+    bank = _adapters(model, config, device) if config.enable_lora else None
+
     def make_runner(blocks: int | tuple[int, ...]) -> Runner:
         chosen: Device
         if device.type == "cuda":
@@ -167,6 +171,7 @@ def _build(
                 shapes=shapes,
                 processed_logprobs=config.logprobs_mode == "processed_logprobs",
                 masks=available(),
+                adapters=bank,
             )
         except BaseException as error:
             chosen.close()  # or its threads would stay
@@ -264,6 +269,22 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
     if not small:
         logger.info("fused: decode of few tokens runs as other steps do: its kernels are for bf16")
     return fused, Weights(plain.module, theirs)
+
+
+def _adapters(model: CausalModel, config: EngineConfig, device: torch.device) -> AdapterBank:
+    """Room for the adapters of ``model``; nothing is allocated yet."""
+    enable = getattr(model, "enable_lora", None)
+    if enable is None:
+        raise ConfigError(f"enable_lora=True: {model.name} ({type(model).__name__}) cannot have adapters")
+    ops = importlib.import_module("gapless.lora.triton" if device.type == "cuda" else "gapless.lora.reference")
+    bank: AdapterBank = enable(slots=config.max_loras, rank=config.max_lora_rank, ops=ops)
+    if not bank.sites:
+        raise ConfigError(f"enable_lora=True: {model.name} has no linear layer that could have an adapter")
+    logger.info(
+        "LoRA: %d adapters of rank %d, %.3f GiB each, for %s",
+        bank.slots, bank.rank, bank.words * model.dtype.itemsize / GIB, ", ".join(bank.targets()),
+    )  # fmt: skip
+    return bank
 
 
 def _num_blocks(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gapless.adapters import LoadedAdapters
 from gapless.build import Built, Progress, build
 from gapless.config import EngineConfig
 from gapless.control import PAUSE_MODES, PauseMode
@@ -34,6 +35,7 @@ from gapless.pipeline.sleeping import put_to_sleep, wake
 from gapless.request import (
     MAX_STOP_TOKEN_IDS,
     FinishReason,
+    LoraRef,
     Request,
     RequestOutput,
     SamplingParams,
@@ -65,6 +67,7 @@ class Submission:
     request_id: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    lora: str | None = None  # name of a loaded adapter
 
 
 def _capture_bar(keys: list[Key]) -> Any:
@@ -141,6 +144,7 @@ class EngineClient:
         self._scheduler = built.scheduler
         self._compiler: GrammarCompiler | None = None
         self._compiling = threading.Lock()
+        self.adapters = LoadedAdapters(built.engine, built.scheduler, built.runner.lora)
         self._thread = threading.Thread(target=self._run, name="gapless-output", daemon=True)
         self._thread.start()
         self._engine.start()
@@ -164,11 +168,21 @@ class EngineClient:
             EngineDeadError, EngineClosedError: no more work is taken.
         """
         self._engine.raise_if_dead()
+        for i, submission in enumerate(submissions):
+            if submission.lora is not None and isinstance(submission.params, SamplingParams):
+                with naming_prompt(i, len(submissions)):
+                    self.compile(submission.params)  # now, since it can take seconds, and not within the lock
+        with self.adapters.held([submission.lora for submission in submissions]) as loras:
+            return self._submit(submissions, loras)
+
+    def _submit(self, submissions: Sequence[Submission], loras: list[LoraRef | None]) -> list[RequestGroup]:
         requests: list[Request] = []
         groups: list[RequestGroup] = []
         for i, submission in enumerate(submissions):
             with naming_prompt(i, len(submissions)):
-                made = self._requests(submission)
+                if submission.lora is not None:
+                    self.adapters.refuse_unknown(submission.lora)
+                made = self._requests(submission, loras[i])
                 groups.append(self._group(submission, made))
             requests.extend(made)
         for group in groups:
@@ -191,7 +205,7 @@ class EngineClient:
         """End one request."""
         self._outputs.abort(group)
 
-    def _requests(self, submission: Submission) -> list[Request]:
+    def _requests(self, submission: Submission, lora: LoraRef | None) -> list[Request]:
         params, ids = submission.params, submission.prompt.token_ids
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
@@ -212,7 +226,8 @@ class EngineClient:
             raise RequestError(
                 f"{len(stops)} ids would end this request, the model's own included; at most {MAX_STOP_TOKEN_IDS} can"
             )
-        priority, key = check_priority(submission.priority), cache_key(submission.cache_salt)
+        priority = check_priority(submission.priority)
+        key = cache_key(submission.cache_salt, 0 if lora is None else lora.id)
         grammars: list[Any] = [None] * params.n
         if params.structured_outputs is not None:
             grammars = list(self._grammars().grammars(params, tuple(stops), params.n))
@@ -233,6 +248,7 @@ class EngineClient:
                 priority=priority,
                 cache_key=key,
                 grammar=grammars[i],
+                lora=lora,
             )
             for i, number in enumerate(numbers)
         ]

@@ -45,6 +45,9 @@ class EngineConfig:
         check_model: at load, run the parity probe against the model's own attention.
         ple_tables_on_host: tables of per-layer embeddings (n-grams) stay in host memory, and the GPU reads their rows
             from there.
+        enable_lora: requests may run with LoRA adapters, which are loaded and unloaded while others run.
+        max_loras: adapters that can be loaded at once; each has its place on the device.
+        max_lora_rank: largest rank of an adapter. Every place is as large as this rank needs.
     """
 
     dtype: str = "auto"
@@ -63,6 +66,9 @@ class EngineConfig:
     seed: int = 0
     check_model: bool = True
     ple_tables_on_host: bool = False
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
@@ -82,8 +88,11 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         _check("gpu_memory_utilization", share, number and 0 < share <= 1, "a number in (0, 1]")
-        for name in ("enable_prefix_caching", "enforce_eager", "check_model", "ple_tables_on_host"):
+        for name in ("enable_prefix_caching", "enforce_eager", "check_model", "ple_tables_on_host", "enable_lora"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        for name, most in (("max_loras", 256), ("max_lora_rank", 512)):
+            value = getattr(self, name)
+            _check(name, value, _is_int(value) and 1 <= value <= most, f"an integer from 1 to {most}")
         modes = ("raw_logprobs", "processed_logprobs")
         _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")
         _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")

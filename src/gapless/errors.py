@@ -36,6 +36,10 @@ def naming_prompt(index: int, count: int) -> Iterator[None]:
         raise
 
 
+class AdapterError(ValueError):
+    """A LoRA adapter cannot be loaded or unloaded. Nothing has changed; running requests are not touched."""
+
+
 class UnsupportedModelError(ValueError):
     """The model holds a part that this engine would compute wrongly. Raised at load, naming the part."""
 

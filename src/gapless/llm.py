@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +50,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str | None] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; results come in the order of the prompts.
 
@@ -59,6 +61,7 @@ class LLM:
             priority: one for all or one for each prompt; lower runs earlier, within one priority the first to come.
             cache_salt: one for all or one for each prompt, 1 to 1024 characters. Prompts share cached blocks only with
                 those of an equal salt, so that nobody can tell from the time whose prompt was here before.
+            lora: the name of a loaded adapter for all, or a name or None for each prompt; see `load_lora`.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none is started.
@@ -66,7 +69,7 @@ class LLM:
         """
         many = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
         encoded = self._encoded(many, self._client.encode)
-        return self._run(encoded, sampling_params, use_tqdm, priority, cache_salt)
+        return self._run(encoded, sampling_params, use_tqdm, priority, cache_salt, lora)
 
     def chat(
         self,
@@ -76,6 +79,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str | None] | None = None,
+        lora: str | Sequence[str | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, each a list of ``{"role": ..., "content": ...}``; one conversation or a list of them.
@@ -86,7 +90,7 @@ class LLM:
         if many and isinstance(many[0], Mapping):
             many = [many]
         encode = functools.partial(self._client.encode_chat, **template_options)
-        return self._run(self._encoded(many, encode), sampling_params, use_tqdm, priority, cache_salt)
+        return self._run(self._encoded(many, encode), sampling_params, use_tqdm, priority, cache_salt, lora)
 
     @staticmethod
     def _encoded(prompts: Sequence[Any], encode: Callable[[Any], EncodedPrompt]) -> list[EncodedPrompt]:
@@ -103,17 +107,21 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int],
         cache_salt: str | Sequence[str | None] | None,
+        lora: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
         collector = _Collector(len(prompts), Pace(self._client.stats) if use_tqdm else None)
         priorities = _each("priority", priority, len(prompts))
         salts = _each("cache_salt", cache_salt, len(prompts))
+        loras = _each("lora", lora, len(prompts))
         if self.is_paused or self.is_sleeping:
             logger.warning("the engine is paused or asleep: these requests wait until another thread lets it go on")
         groups = self._client.submit(
             [
-                Submission(p, s, collector.output(i), collector.error, priority=rank, cache_salt=salt)
-                for i, (p, s, rank, salt) in enumerate(zip(prompts, params, priorities, salts, strict=True))
+                Submission(p, s, collector.output(i), collector.error, priority=rank, cache_salt=salt, lora=name)
+                for i, (p, s, rank, salt, name) in enumerate(
+                    zip(prompts, params, priorities, salts, loras, strict=True)
+                )
             ]
         )
         try:
@@ -212,6 +220,30 @@ class LLM:
             ConfigError: the memory is not there; the engine sleeps on.
         """
         self._client.wake()
+
+    # ---- adapters ---------------------------------------------------------------------------------------------------
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a folder of PEFT's, while requests run; ``generate(..., lora=name)`` then runs with
+        it. The engine must have been made with ``enable_lora=True``. See docs/lora.md.
+
+        Raises:
+            AdapterError: it cannot be served, the name is taken, or no slot is free.
+        """
+        self._client.adapters.load(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Take an adapter's name away at once. Requests that have it go on to their end; then its slot is free.
+
+        Raises:
+            AdapterError: there is no such adapter.
+        """
+        self._client.adapters.unload(name)
+
+    @property
+    def loras(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        return self._client.adapters.names
 
     def close(self) -> None:
         """Give threads and memory back. Safe to call twice."""

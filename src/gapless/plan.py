@@ -53,8 +53,9 @@ class Word(enum.IntEnum):
     PROCESS = 15  # 1: any of the seven words before this one asks for something
     NUM_LOGPROBS = 16  # 0: none; k + 1: of the chosen token and the k most likely ones
     NUM_PROMPT_LOGPROBS = 17  # the same for tokens of the prompt
-    STOP_IDS = 18  # MAX_STOP_TOKEN_IDS words
-    COUNT = 18 + MAX_STOP_TOKEN_IDS
+    LORA = 18  # slot of the row's adapter, 0 for none; read by the forward half
+    STOP_IDS = 19  # MAX_STOP_TOKEN_IDS words
+    COUNT = 19 + MAX_STOP_TOKEN_IDS
 
 
 class Record(enum.IntEnum):
@@ -211,6 +212,7 @@ class StepPlan:
         constrained: bool ``[S]``, or None for none: the sequence draws a token that a grammar restricts. The mask of
             what it allows depends on the tokens before, so the step is held between its forward and its sampling until
             all older steps are committed; see `gapless.engine.Engine`.
+        lora: some row runs with an adapter. Which one stands in the row (`Word.LORA`).
     """
 
     step: int
@@ -224,6 +226,7 @@ class StepPlan:
     features: Feature
     scores: Bools | None = None
     constrained: Bools | None = None
+    lora: bool = False
 
     @property
     def num_seqs(self) -> int:

@@ -181,6 +181,22 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+@dataclass(frozen=True, slots=True)
+class LoraRef:
+    """A loaded LoRA adapter, as a request names it.
+
+    Attributes:
+        id: from 1, unique per load and never given again: other weights under an old name are another adapter, which
+            is what the prefix cache goes by.
+        slot: where its weights lie on the device, from 1; 0 is no adapter.
+        name: what users call it.
+    """
+
+    id: int
+    slot: int
+    name: str
+
+
 @dataclass(slots=True)
 class Request:
     """One sequence to generate, as the engine sees it. ``n`` completions are ``n`` of these.
@@ -197,6 +213,7 @@ class Request:
         priority: lower runs earlier; first come, first served among equals.
         cache_key: keeps its blocks apart from those of requests with another one; see `cache_key`.
         grammar: where `SamplingParams.structured_outputs` has got to, a `gapless.grammar.matcher.Grammar`.
+        lora: the adapter that its tokens run with; None for the model alone.
         block_hashes: the scheduler's memory of the hash chain of its full blocks.
     """
 
@@ -213,24 +230,31 @@ class Request:
     priority: int = 0
     cache_key: bytes = b""
     grammar: Any = None  # a type of a higher layer
+    lora: LoraRef | None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
 
-def cache_key(salt: object) -> bytes:
-    """The extra key of a request's blocks for its ``cache_salt``: at most 32 bytes; empty for None.
+def cache_key(salt: object, lora_id: int = 0) -> bytes:
+    """The extra key of a request's blocks: what must be equal, beside the tokens, for one to be found again.
+
+    At most 32 bytes; empty for None and 0. ``lora_id`` is `LoraRef.id`, 0 for the model alone: keys and values behind
+    an adapter are of its making.
 
     Raises:
         RequestError: not a string of 1 to `MAX_CACHE_SALT` characters.
     """
-    if salt is None:
+    if salt is None and not lora_id:
         return b""
-    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
+    if salt is None:
+        salt = ""  # which nobody may give
+    elif not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
         shown = f"a string of {len(salt)} characters" if isinstance(salt, str) else repr(salt)
         raise RequestError(
             f"cache_salt: {shown} is not allowed: a string of 1 to {MAX_CACHE_SALT} characters, or None to share "
             "blocks with everybody who gives none"
         )
-    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"cache_salt").digest()
+    parts = b"%d:" % lora_id + salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(parts, digest_size=32, person=b"cache_salt").digest()
 
 
 def check_priority(priority: object) -> int:

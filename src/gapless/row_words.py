@@ -92,6 +92,7 @@ def _param_words(request: Request) -> I32:
     words[Word.PROCESS] = processes(request)
     words[Word.NUM_LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
     words[Word.NUM_PROMPT_LOGPROBS] = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
+    words[Word.LORA] = 0 if request.lora is None else request.lora.slot
     words[Word.NUM_STOP] = len(stops)
     words[Word.STOP_IDS :] = stops
     return words

@@ -49,6 +49,7 @@ class RowTable:
         self.finished = np.zeros(rows, np.bool_)
         self.streaming = np.zeros(rows, np.bool_)
         self.features = np.zeros(rows, np.int32)
+        self.lora = np.zeros(rows, np.bool_)  # the row runs with an adapter
         self.to_score = np.zeros(rows, np.int32)  # [0, to_score): positions of the prompt whose next token is scored
         self.scored = np.zeros(rows, np.int32)  # [0, scored) are, in launched steps
         self.constrained = np.zeros(rows, np.bool_)  # a grammar restricts its tokens
@@ -90,6 +91,7 @@ class RowTable:
         self.finished[row] = False
         self.streaming[row] = request.streaming
         self.features[row] = int(row_features(request))
+        self.lora[row] = request.lora is not None
         self.to_score[row] = 0 if request.prompt_logprobs is None else n - 1
         self.scored[row] = 0
         self.constrained[row] = request.grammar is not None

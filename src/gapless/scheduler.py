@@ -441,7 +441,7 @@ class Scheduler:
         constrained = samples & r.constrained[rows]
         plan = StepPlan(
             self._step, rows, starts, lens, samples, input_ids, carry, updates, features, scores,
-            constrained if constrained.any() else None,
+            constrained if constrained.any() else None, bool(r.lora[rows].any()),
         )  # fmt: skip
         self._count_step(plan)
         return plan
@@ -581,6 +581,12 @@ class Scheduler:
         stats.used_by_group = tuple((p.capacity - p.available, p.capacity) for p in self.blocks.pools)
         stats.blocks_used, stats.blocks_total = map(sum, zip(*stats.used_by_group, strict=True))
         return stats
+
+    def lora_users(self, lora_id: int) -> int:
+        """Requests that run with this adapter, or wait to: none of their later steps may find other weights there."""
+        started = [r for row, r in enumerate(self.rows.requests) if r is not None and not self.rows.finished[row]]
+        others = (*self._waiting.values(), *self._parked.values())
+        return sum(r.lora is not None and r.lora.id == lora_id for r in (*started, *others))
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. Running rows keep their blocks, and nothing of them is published any more: what they

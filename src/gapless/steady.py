@@ -39,6 +39,7 @@ class Steady:
         self._known = np.zeros(len(rows), np.bool_)
         self.features = plan.features
         self._constrained = plan.constrained
+        self._lora = plan.lora
         self.left = int((table.limit[rows] - table.total[rows]).min())
         if plan.features & Feature.MIN_TOKENS:
             self.left = min(self.left, int((table.min_end[rows] - table.total[rows]).max()))
@@ -82,6 +83,7 @@ class Steady:
         return StepPlan(
             step, self.rows, self._starts, self._lens, self._samples, ids, carry, updates, self.features,
             constrained=self._constrained,
+            lora=self._lora,
         )  # fmt: skip
 
     def owns(self, plan: StepPlan) -> bool:

@@ -32,6 +32,8 @@ class AttentionContext:
         rows: int32 ``[S]``, row of each sequence in ``block_tables``.
         block_tables: int32 ``[R + 1, P]``; entries past a row's length are stale and must not be trusted.
         decode_only: every real sequence has exactly one token (T == S). Known by the host, baked into graphs.
+        row_loras: int32 ``[R + 1]``, any stride: slot of each row's LoRA adapter, 0 for none. None in steps in which no
+            row has one. Which of the two is known by the host, baked into graphs.
         scratch: for values that one layer computes and the next ones of the same group and step reuse.
         group_of_layer: by layer, which group's slot mapping and block tables are its own (see `gapless.kv.groups`);
             empty if all layers share these.
@@ -51,6 +53,7 @@ class AttentionContext:
     block_tables: torch.Tensor
     block_size: int
     decode_only: bool
+    row_loras: torch.Tensor | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
     group_of_layer: tuple[int, ...] = ()
     token_table: torch.Tensor | None = None

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from gapless.cli.parser import CommandError, Parser, UsageError
-from gapless.errors import ConfigError, RequestError, UnsupportedModelError, did_you_mean
+from gapless.errors import AdapterError, ConfigError, RequestError, UnsupportedModelError, did_you_mean
 
 COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UsageError, ConfigError, RequestError) as error:
+    except (UsageError, ConfigError, RequestError, AdapterError) as error:
         return _say(f"error: {error}", 2)
     except (CommandError, UnsupportedModelError, OSError) as error:
         return _say(f"error: {error}", 1)

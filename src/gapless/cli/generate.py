@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gapless.cli.adapters import config_for, parse_adapters
 from gapless.cli.options import add_options, given
 from gapless.cli.output import FORMATS, Writer
 from gapless.cli.parser import CommandError, Parser, UsageError
@@ -42,6 +43,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model")
     parser.add_argument("--output", metavar="FILE", help="where results go (default: standard output)")
     parser.add_argument("--format", choices=FORMATS, help="of the results (default: by FILE's name)")
+    lora = "load a LoRA adapter from PATH; the only one is for every prompt; may be given several times"
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME=PATH", help=lora)
     parser.add_argument("--quiet", action="store_true", help="no log on standard error")
     add_options(parser, SamplingParams, "sampling")
     add_options(parser, EngineConfig, "engine")
@@ -49,8 +52,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Everything that can be wrong without a model is checked before one is loaded."""
-    config = EngineConfig.from_dict(given(arguments, EngineConfig))
-    jobs = _jobs(arguments)
+    options = given(arguments, EngineConfig)
+    adapters = parse_adapters(arguments.lora)
+    config = config_for(adapters, EngineConfig.from_dict(options), options)
+    jobs = _jobs(arguments, list(adapters))
     target = _target(arguments.output)
     jsonl = _is_jsonl(arguments)
     if not jsonl and any(job.params.logprobs is not None for job in jobs):
@@ -58,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
     client = open_client(arguments.model, config)
     try:
+        for name, path in adapters.items():
+            client.adapters.load(name, path)
         with _opened(target) as file:
             streams = len(jobs) == 1 and jobs[0].params.n == 1 and not jsonl and file.isatty()
             if streams:
@@ -69,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _jobs(arguments: argparse.Namespace) -> list[Job]:
+def _jobs(arguments: argparse.Namespace, loras: list[str]) -> list[Job]:
     parameters = given(arguments, SamplingParams)
     texts, file = arguments.prompts, arguments.file
     if texts and file is not None:
@@ -77,11 +84,11 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     if texts:
         if arguments.input_format == "jsonl":
             raise UsageError("--input-format is for --file and standard input, not for arguments")
-        return jobs_from_arguments(texts, parameters, arguments.chat)
+        return jobs_from_arguments(texts, parameters, arguments.chat, loras)
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give some as arguments, with --file, or on standard input")
     jsonl = None if arguments.input_format is None else arguments.input_format == "jsonl"
-    return jobs_from_file("-" if file is None else file, jsonl, parameters, arguments.chat)
+    return jobs_from_file("-" if file is None else file, jsonl, parameters, arguments.chat, loras)
 
 
 def _is_jsonl(arguments: argparse.Namespace) -> bool:
@@ -154,7 +161,7 @@ def _submit(client: EngineClient, jobs: list[Job], inbox: queue.SimpleQueue[Any]
         def take(output: RequestOutput | BaseException, index: int = index) -> None:
             inbox.put((index, output))
 
-        submissions.append(Submission(prompt, job.params, take, take, mode))
+        submissions.append(Submission(prompt, job.params, take, take, mode, lora=job.lora))
     try:
         client.submit(submissions)
     except RequestError as error:

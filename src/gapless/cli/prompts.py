@@ -1,7 +1,8 @@
 """Prompts from arguments, files and standard input, checked line by line before anything heavy starts.
 
 A text file has one prompt a line. A JSONL file has one object a line: ``prompt``, ``prompt_token_ids`` or
-``messages``, and any field of `SamplingParams`, which counts for that line instead of the command's options.
+``messages``, perhaps ``lora``, and any field of `SamplingParams`, which counts for that line instead of the command's
+options.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gapless.cli.adapters import adapter_of
 from gapless.cli.options import LEFT_OUT
 from gapless.cli.parser import UsageError
 from gapless.errors import RequestError, did_you_mean
@@ -28,6 +30,7 @@ class Job:
     """One prompt. Either ``prompt`` (a text, or a dict with ids) or ``messages`` is set.
 
     Attributes:
+        lora: the adapter that the prompt asks for; None for the model alone.
         where: what an error message calls it, such as ``prompts.jsonl:3``.
     """
 
@@ -35,6 +38,7 @@ class Job:
     params: SamplingParams
     prompt: str | dict[str, Any] | None = None
     messages: list[dict[str, Any]] | None = None
+    lora: str | None = None
 
     @property
     def title(self) -> str:
@@ -47,13 +51,17 @@ class Job:
         return text if len(text) <= 80 else text[:77] + "..."
 
 
-def jobs_from_arguments(texts: Sequence[str], parameters: Mapping[str, Any], chat: bool) -> list[Job]:
-    """One job for each text."""
-    params = SamplingParams.from_dict(parameters)
-    return [_text_job(f"prompt {i}", text, params, chat) for i, text in enumerate(texts, 1)]
+def jobs_from_arguments(
+    texts: Sequence[str], parameters: Mapping[str, Any], chat: bool, loras: Sequence[str] = ()
+) -> list[Job]:
+    """One job for each text; see `jobs_from_file` for ``loras``."""
+    params, lora = SamplingParams.from_dict(parameters), adapter_of(loras, {})
+    return [_text_job(f"prompt {i}", text, params, chat, lora) for i, text in enumerate(texts, 1)]
 
 
-def jobs_from_file(path: str, jsonl: bool | None, parameters: Mapping[str, Any], chat: bool) -> list[Job]:
+def jobs_from_file(
+    path: str, jsonl: bool | None, parameters: Mapping[str, Any], chat: bool, loras: Sequence[str] = ()
+) -> list[Job]:
     """One job for each line that is not blank.
 
     Args:
@@ -61,6 +69,7 @@ def jobs_from_file(path: str, jsonl: bool | None, parameters: Mapping[str, Any],
         jsonl: None looks at the file's name.
         parameters: fields of `SamplingParams` for every line.
         chat: each text is a user's message.
+        loras: names of the adapters that will be loaded; see `adapter_of`.
 
     Raises:
         UsageError: the file cannot be read, or lines of it are wrong: the first of them is named.
@@ -76,8 +85,10 @@ def jobs_from_file(path: str, jsonl: bool | None, parameters: Mapping[str, Any],
             continue
         where = f"{name}:{number}"
         try:
-            job = _json_job(where, line, parameters, chat) if jsonl else _text_job(where, line, base, chat)
-            jobs.append(job)
+            if jsonl:
+                jobs.append(_json_job(where, line, parameters, chat, loras))
+            else:
+                jobs.append(_text_job(where, line, base, chat, adapter_of(loras, {})))
         except (UsageError, RequestError) as error:
             errors.append(f"{where}: {error}")
     if errors:
@@ -100,20 +111,20 @@ def _read(path: str, name: str) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _text_job(where: str, text: str, params: SamplingParams, chat: bool) -> Job:
+def _text_job(where: str, text: str, params: SamplingParams, chat: bool, lora: str | None) -> Job:
     if chat:
-        return Job(where, params, messages=[{"role": "user", "content": text}])
-    return Job(where, params, prompt=text)
+        return Job(where, params, messages=[{"role": "user", "content": text}], lora=lora)
+    return Job(where, params, prompt=text, lora=lora)
 
 
-def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool) -> Job:
+def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool, loras: Sequence[str]) -> Job:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
         raise UsageError(f'a JSON object is needed, such as {{"prompt": "Hello"}}, not {line.strip()[:40]!r}')
-    known = (*PROMPT_KEYS, *_PARAMETERS)
+    known = (*PROMPT_KEYS, "lora", *_PARAMETERS)
     for key in record:
         if key not in known:
             raise UsageError(f"unknown key {key!r}.{did_you_mean(key, known)} Known: {', '.join(known)}")
@@ -122,13 +133,13 @@ def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool) 
         has = " and ".join(kinds) or "none"
         raise UsageError(f"a line needs exactly one of {', '.join(PROMPT_KEYS)}; it has {has}")
     params = SamplingParams.from_dict({**parameters, **{k: v for k, v in record.items() if k in _PARAMETERS}})
-    value = record[kinds[0]]
+    value, lora = record[kinds[0]], adapter_of(loras, record)
     if kinds[0] == "messages":
-        return Job(where, params, messages=check_messages(value))
+        return Job(where, params, messages=check_messages(value), lora=lora)
     if kinds[0] == "prompt":
         if not isinstance(value, str):
             raise UsageError(f"prompt={value!r} is not allowed: a text")
-        return _text_job(where, value, params, chat)
+        return _text_job(where, value, params, chat, lora)
     if chat:
         raise UsageError("prompt_token_ids cannot go through a chat template: drop --chat, or give messages")
-    return Job(where, params, prompt={"prompt_token_ids": value})
+    return Job(where, params, prompt={"prompt_token_ids": value}, lora=lora)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from gapless.attention import reference
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.errors import UnsupportedModelError
 from gapless.kv.spec import LayerSpec
+from gapless.lora.bank import AdapterBank, Part, Site
+from gapless.lora.hooks import attach, token_linears
 from gapless.model import checks
 from gapless.model.cpu_linear import quicken
 from gapless.model.hybrid import HybridLayer, ple_tables, replace_layers
@@ -121,6 +124,9 @@ class TransformersModel:
             layer.module._gapless_layer = _Layer(index, layer.params)  # type: ignore[assignment]
         checks.set_attention(self.module, ATTENTION_NAME)
 
+        self._bank: AdapterBank | None = None
+        self._hooks: list[Any] = []
+        self._tokens: Any = None  # while a step with adapters runs: the slots of its tokens
         self.eos_token_ids = _eos_token_ids(model)
         parameters = {id(parameter): parameter for parameter in model.parameters()}
         self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
@@ -134,17 +140,49 @@ class TransformersModel:
         out: torch.Tensor,
     ) -> None:
         """See `CausalModel`: ids and positions ``[T]``, logits_index ``[S]``, out ``[S, vocab_size]``."""
-        # no_grad, not inference_mode, whose tensors a trainer that shares the weights could not use.
-        with torch.no_grad():
-            output = self.module(
-                input_ids=input_ids[None],
-                position_ids=positions[None],
-                attention_mask=None,
-                use_cache=False,
-                logits_to_keep=logits_index,
-                gapless_step=PackedStep(context, self.attention, positions),
-            )
+        if context.row_loras is not None and self._bank is not None:
+            self._tokens = self._bank.tokens(context, len(input_ids))
+        try:
+            # no_grad, not inference_mode, whose tensors a trainer that shares the weights could not use.
+            with torch.no_grad():
+                output = self.module(
+                    input_ids=input_ids[None],
+                    position_ids=positions[None],
+                    attention_mask=None,
+                    use_cache=False,
+                    logits_to_keep=logits_index,
+                    gapless_step=PackedStep(context, self.attention, positions),
+                )
+        finally:
+            self._tokens = None
         out.copy_(output.logits[0])
+
+    def enable_lora(self, *, slots: int, rank: int, ops: ModuleType) -> AdapterBank:
+        """Let requests run with adapters: every linear layer that sees each token once can have one.
+
+        A linear layer has no argument by which a step could reach it. So the slots of a step's tokens stand in this
+        object while its forward runs; a model runs one step at a time.
+
+        Args:
+            slots: adapters that fit.
+            rank: the largest one.
+            ops: see `AdapterBank`.
+        """
+        for handle in self._hooks:
+            handle.remove()
+        checks.set_attention(self.module, "eager")
+        try:
+            linears = token_linears(self.module)
+        finally:
+            checks.set_attention(self.module, ATTENTION_NAME)
+        sites = [Site(linear.in_features, (Part(name, linear.out_features),)) for name, linear in linears]
+        self._bank = AdapterBank(sites, rank=rank, slots=slots, dtype=self.dtype, ops=ops)
+        self._hooks = attach(linears, self._add)
+        return self._bank
+
+    def _add(self, index: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self._tokens is not None and self._bank is not None:
+            self._bank.add(index, x, y, self._tokens)
 
     def _choose_experts(self) -> None:
         """On a GPU, take the form of mixture-of-experts layers that never waits for the device."""

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.kv.spec import KVSpec, LayerSpec
+from gapless.lora.bank import AdapterBank, Part, Site
 from gapless.model.base import CausalModel
 from gapless.model.cpu_linear import FewRowsLinear
 
@@ -52,6 +53,27 @@ class FusedLayer:
     down: torch.Tensor
     num_heads: int
     attention: AttentionParams
+
+
+SITES = 4
+"""Products of a layer, in the order of `_sites`."""
+
+
+def _sites(layer: FusedLayer, at: str) -> list[Site]:
+    """Where adapters can be added: the layer's four products, with the names of the linear layers merged in them."""
+    q, rows = layer.out.shape[1], layer.qkv.shape[0]
+    kv, half = (rows - q) // 2, layer.gate_up.shape[0] // 2
+
+    def site(weight: torch.Tensor, group: str, **parts: int) -> Site:
+        named = tuple(Part(f"{at}.{group}.{name}_proj", size) for name, size in parts.items())
+        return Site(weight.shape[1], named)
+
+    return [
+        site(layer.qkv, "self_attn", q=q, k=kv, v=kv),
+        site(layer.out, "self_attn", o=layer.out.shape[0]),
+        site(layer.gate_up, "mlp", gate=half, up=half),
+        site(layer.down, "mlp", down=layer.down.shape[0]),
+    ]
 
 
 class NotFusable(Exception):
@@ -91,6 +113,7 @@ class FusedDecoder:
         self._attend = attend
         self.linear: Linear = functional.linear
         self.small: SmallBatch | None = None
+        self.bank: AdapterBank | None = None
 
     def summary(self) -> list[tuple[str, str]]:
         """What was replaced, and by what, for the log."""
@@ -119,6 +142,13 @@ class FusedDecoder:
             )
         return self.small is not None
 
+    def enable_lora(self, *, slots: int, rank: int, ops: ModuleType) -> AdapterBank:
+        """Let requests run with adapters, see `TransformersModel.enable_lora`. Steps with some of them do not take
+        the path of small batches. Before capture."""
+        sites = [site for i, layer in enumerate(self._layers) for site in _sites(layer, f"model.layers.{i}")]
+        self.bank = AdapterBank(sites, rank=rank, slots=slots, dtype=self.dtype, ops=ops)
+        return self.bank
+
     @torch.no_grad()
     def forward(
         self,
@@ -128,17 +158,28 @@ class FusedDecoder:
         logits_index: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        if self.small is not None and context.decode_only and len(input_ids) <= self.small.limit:
+        tokens = None
+        if context.row_loras is not None and self.bank is not None:
+            tokens = self.bank.tokens(context, len(input_ids))
+        elif self.small is not None and context.decode_only and len(input_ids) <= self.small.limit:
             self.small.forward(input_ids, positions, context, out)
             return
-        ops, linear, eps = self._ops, self.linear, self._eps
+        ops, eps = self._ops, self._eps
         all_asked = context.decode_only or len(logits_index) >= len(input_ids)
+
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: int) -> torch.Tensor:
+            y = self.linear(x, weight, bias)
+            if tokens is not None and self.bank is not None:
+                self.bank.add(site, x, y, tokens)
+            return y
+
         residual = functional.embedding(input_ids, self._embedding)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
             if i:
                 x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
-            qkv = linear(x, layer.qkv, layer.qkv_bias)
+            site = i * SITES
+            qkv = linear(x, layer.qkv, layer.qkv_bias, site)
             cache, own = context.kv_caches[i], context.of(i)
             q = ops.rope_qk_norm_kv_write(
                 qkv, positions, self._cos, self._sin, cache, own.slot_mapping, layer.num_heads, cache.shape[3],
@@ -148,10 +189,12 @@ class FusedDecoder:
                 # Of the last layer only the cache is for all tokens; the rest is for those whose logits are asked.
                 q, residual = q.index_select(0, logits_index), residual.index_select(0, logits_index)
                 own = _ends_only(own)
+                if tokens is not None and self.bank is not None:
+                    tokens = self.bank.tokens(own, len(logits_index))
             heads = self._attend(q, cache, own, layer.attention)
-            x = linear(heads.flatten(1), layer.out, layer.out_bias)
+            x = linear(heads.flatten(1), layer.out, layer.out_bias, site + 1)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = linear(ops.silu_mul(linear(x, layer.gate_up, None)), layer.down, None)
+            x = linear(ops.silu_mul(linear(x, layer.gate_up, None, site + 2)), layer.down, None, site + 3)
         x, _ = ops.add_rms_norm(x, residual, self._norm, eps)
         if all_asked and not context.decode_only:
             x = x.index_select(0, logits_index)

@@ -13,8 +13,8 @@ masks by a second H2D copy, and enqueues the rest:
     compute  wait masks.done ; masks into the rows ; sample ; record compute_done
 
 `launch` never blocks. `wait` blocks on the d2h_done of one slot, and is the only place that does. All persistent state
-(the arena with token table, block tables and parameters; the KV pool) and the indices derived from it are written by
-the compute stream only; the runner owns these tensors and hands their addresses to nobody but the kernels.
+(the arena with token table, block tables and parameters; the KV pool; the adapters) and the indices derived from it are
+written by the compute stream only; the runner owns these tensors and hands their addresses to nobody but the kernels.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from gapless.attention.context import AttentionContext
 from gapless.device.base import NOTHING, Access, Device, DeviceError, Event
 from gapless.kv.groups import group_of
 from gapless.kv.spec import StateSpec
+from gapless.lora.bank import AdapterBank
 from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import slot_layout, step_inputs
+from gapless.pipeline.lora import LoraMemory
 from gapless.pipeline.masks import MaskRegion, mask_inputs
 from gapless.pipeline.prepare import StepIndices, arena_views
 from gapless.pipeline.shapes import Shapes
 from gapless.pipeline.slot import Ring, Slot
-from gapless.plan import COMBINATIONS, I32, Feature, RowLayout, StepPlan, covering
+from gapless.plan import COMBINATIONS, I32, Feature, RowLayout, StepPlan, Word, covering
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Key(NamedTuple):
     num_seqs: int
     decode_only: bool
     features: Feature = Feature.GREEDY
+    lora: bool = False  # of a forward: some row has an adapter
 
 
 NO_STEP = StepPlan(
@@ -116,6 +119,7 @@ class Runner:
         shapes: how steps are padded, and whether they are captured.
         processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
         masks: have memory and graphs for steps that are held.
+        adapters: the model's, if requests may run with LoRA adapters.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Runner:
         shapes: Shapes,
         processed_logprobs: bool = False,
         masks: bool = True,
+        adapters: AdapterBank | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -155,6 +160,7 @@ class Runner:
         slots, rest = ints[2 * t : (2 + g) * t].view(g, t), ints[(2 + g) * t :]
         self._indices = StepIndices(ints[:t], ints[t : 2 * t], slots, lens, rest[:s], rest[s:])
         self._logits = device.device_buffer((max_seqs, model.vocab_size), model.dtype, "logits")
+        self.lora = None if adapters is None else LoraMemory(device, adapters)
         self._index_buffers = (ints, lens)
         self._bind()
         self._mask_access = [Access((region.device, self._arena.words), (self._arena.words,)) for region in self._masks]
@@ -175,7 +181,8 @@ class Runner:
     def _bind(self) -> None:
         """Say what the two halves of a step touch."""
         state = (self._arena.words, *self._kv, *self._index_buffers, self._logits)
-        self._forward_access = [Access((slot.device, *state), state) for slot in self._ring.slots]
+        read = state if self.lora is None else (*state, self.lora.buffer)
+        self._forward_access = [Access((slot.device, *read), state) for slot in self._ring.slots]
         self._sample_access = [
             Access((slot.device, *state, slot.out), (self._arena.words, slot.out)) for slot in self._ring.slots
         ]
@@ -196,7 +203,7 @@ class Runner:
 
         slot.h2d_done.wait(device.compute)
         watch.start.record(device.compute)
-        forward = self._work(Key("forward", t, s, plan.decode_only), slot)
+        forward = self._work(Key("forward", t, s, plan.decode_only, lora=plan.lora), slot)
         device.launch(forward, self._forward_access[slot.index], "forward")
         step = StepInFlight(plan, slot, watch, s)
         if plan.constrained is None:
@@ -278,7 +285,7 @@ class Runner:
     def _warm(self, keys: list[Key]) -> None:
         """Run the smallest key of each kind without a token. Libraries keep a handle and a workspace for each thread
         that calls them, which a capture may not be the first to ask for; and this thread has only replayed."""
-        slot, smallest = self._ring.slots[0], {(key.half, key.decode_only): key for key in keys}
+        slot, smallest = self._ring.slots[0], {(key.half, key.decode_only, key.lora): key for key in keys}
         with self.device.thread_context():
             for key in smallest.values():
                 slot.fill(NO_STEP, slot_layout(key.num_tokens, key.num_seqs), self.layout.null_row)
@@ -295,6 +302,8 @@ class Runner:
         widest = shapes.seq_buckets[-1]
         forwards = [Key("forward", t, widest, False) for t in shapes.token_buckets]
         forwards += [Key("forward", s, s, True) for s in shapes.seq_buckets]
+        if self.lora is not None:  # before those without, because they need more memory
+            forwards = [key._replace(lora=True) for key in forwards] + forwards
         samples = [Key("sample", s, s, False, f) for s in shapes.seq_buckets for f in COMBINATIONS]
         masks = [self._mask_key] if self._masks else []
         return sorted(forwards + samples + masks, key=lambda key: -key.num_tokens)
@@ -329,6 +338,8 @@ class Runner:
         with contextlib.suppress(DeviceError):  # told to whoever waited for the step
             self.device.synchronize()  # no graph is destroyed under a step that runs
         self._captured.clear()
+        if self.lora is not None:
+            self.lora.close()
         del self._ring, self._arena, self._kv, self._indices, self._logits, self._forward_access, self._sample_access
         del self._index_buffers, self._masks, self._mask_access
         del self.model
@@ -352,6 +363,7 @@ class Runner:
         step = step_inputs(slot.device, layout)
         indices = self._indices.cut(layout.num_tokens, layout.num_seqs)
         logits = self._logits[: layout.num_seqs]
+        row_loras = self._arena.params[:, Word.LORA] if key.lora else None
 
         tables = [(indices.slot_mapping[g], self._arena.block_tables[g]) for g in range(self.layout.num_groups)]
 
@@ -365,6 +377,7 @@ class Runner:
                 block_tables=block_tables,
                 block_size=self.layout.block_size,
                 decode_only=key.decode_only,
+                row_loras=row_loras,
                 token_table=self._arena.token_table,
             )
 

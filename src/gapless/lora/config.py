@@ -1,0 +1,168 @@
+"""What an adapter's ``adapter_config.json`` asks for: taken, or refused by name, before a weight is read. No torch.
+
+The format is that of PEFT. What is not known here and is set is refused, never ignored: another kind of adapter would
+give other tokens and no error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gapless.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_HARMLESS = frozenset(
+    {
+        # how it was trained, or where from
+        "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+        "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "peft_version", "revision", "task_type",
+        # which modules it was trained on: the weights themselves say so
+        "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
+        # how another engine keeps or computes it, and what matters only together with a key that is refused
+        "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config",
+        # looked at below
+        "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "use_rslora",
+    }
+)  # fmt: skip
+_REASONS = {
+    "use_dora": "DoRA rescales the columns of the base weights; only plain LoRA can be served",
+    "lora_bias": "biases of an adapter cannot be served; train with lora_bias=False",
+    "modules_to_save": "whole modules cannot be replaced for one request; train with target_modules alone",
+    "trainable_token_indices": "embeddings cannot be replaced for one request",
+    "target_parameters": "only linear layers can have an adapter, not single parameters",
+    "layer_replication": "layers that run twice cannot be served",
+    "alora_invocation_tokens": "an activated LoRA begins in the middle of a prompt; only plain LoRA can be served",
+}
+_INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) change them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Ranks and scalings of an adapter.
+
+    Attributes:
+        rank, alpha: where no pattern says otherwise.
+        rank_pattern, alpha_pattern: by a regular expression on the end of a module's name, the first that matches.
+        rslora: scale by ``alpha / sqrt(rank)`` (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning
+            with LoRA", 2023) instead of ``alpha / rank``.
+    """
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool = False
+
+    @property
+    def largest_rank(self) -> int:
+        """Over all modules."""
+        return max(self.rank, *self.rank_pattern.values(), 1)
+
+    def rank_of(self, module: str) -> int:
+        """Of the module with this full name."""
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
+
+    def scaling_of(self, module: str) -> float:
+        """By which the module's low-rank product is multiplied."""
+        rank, alpha = self.rank_of(module), float(_by_pattern(self.alpha_pattern, module, self.alpha))
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def read_config(path: str | Path) -> LoraConfig:
+    """The configuration in an adapter's folder.
+
+    Raises:
+        AdapterError: there is none, or it asks for what cannot be served; the message names the key.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise AdapterError(f"adapter {str(path)!r}: there is no such folder")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise AdapterError(
+                f"adapter {str(path)!r}: the folder has no {name}; give a folder that PEFT's save_pretrained wrote, "
+                "with weights as safetensors"
+            )
+    try:
+        options = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"adapter {str(path)!r}: {CONFIG_FILE} cannot be read: {error}") from error
+    if not isinstance(options, dict):
+        raise AdapterError(f"adapter {str(path)!r}: {CONFIG_FILE} holds no object")
+    try:
+        return parse_config(options)
+    except AdapterError as error:
+        raise AdapterError(f"adapter {str(path)!r}: {error}") from None
+
+
+def parse_config(options: Mapping[str, Any]) -> LoraConfig:
+    """Check the options of an ``adapter_config.json``.
+
+    Raises:
+        AdapterError: naming the key and what is allowed.
+    """
+    kind = options.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"peft_type={kind!r} is not allowed: only LORA can be served")
+    if options.get("bias", "none") != "none":
+        raise AdapterError(f"bias={options['bias']!r} is not allowed: biases cannot be served; train with bias='none'")
+    initial = options.get("init_lora_weights", True)
+    if initial not in _INITIAL:
+        raise AdapterError(
+            f"init_lora_weights={initial!r} is not allowed: it changes the base weights; convert the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    for name, value in options.items():
+        if name not in _HARMLESS and value:
+            reason = _REASONS.get(name, "this option is not known here")
+            raise AdapterError(f"{name}={value!r} is not allowed: {reason}")
+    rslora = options.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        raise AdapterError(f"use_rslora={rslora!r} is not allowed: true or false")
+    return LoraConfig(
+        rank=_rank("r", options.get("r")),
+        alpha=_number("lora_alpha", options.get("lora_alpha")),
+        rank_pattern={k: _rank(f"rank_pattern[{k!r}]", v) for k, v in _pattern("rank_pattern", options).items()},
+        alpha_pattern={k: _number(f"alpha_pattern[{k!r}]", v) for k, v in _pattern("alpha_pattern", options).items()},
+        rslora=rslora,
+    )
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):  # PEFT's rule
+            return value
+    return default
+
+
+def _pattern(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    patterns = options.get(name) or {}
+    if not isinstance(patterns, Mapping):
+        raise AdapterError(f"{name}={patterns!r} is not allowed: an object from patterns to numbers")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise AdapterError(f"{name}: {pattern!r} is no regular expression: {error}") from error
+    return patterns
+
+
+def _rank(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise AdapterError(f"{name}={value!r} is not allowed: an integer >= 1")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise AdapterError(f"{name}={value!r} is not allowed: a number")
+    return float(value)
