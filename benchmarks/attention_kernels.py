@@ -269,8 +269,9 @@ def split_rule() -> None:
     for name, lengths in loads.items():
         sequences = [(1, n - 1) for n in lengths]
         q, _, context = make_step(sequences, hq, hk, d, layers=layers_for(sequences, hk, d))
-        us = {even: call_us(q, context, params, decode_config=DecodeConfig(even=even)) for even in (0, 4, 6, 8)}
-        record("split", case=name, **{f"even_{even}": each for even, each in us.items()})
+        rules = {"split": DecodeConfig(even=0), "even": DecodeConfig(most=10**6), "even and short": DecodeConfig()}
+        us = {rule: call_us(q, context, params, decode_config=config) for rule, config in rules.items()}
+        record("split", case=name, **us)
         del context
         torch.cuda.empty_cache()
 

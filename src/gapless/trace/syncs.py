@@ -30,10 +30,12 @@ import numpy as np
 
 from gapless.errors import ConfigError
 from gapless.trace.causes import SYNC_CALL, is_pageable
-from gapless.trace.chrome import TraceError, read_events
+from gapless.trace.chrome import read_events
+from gapless.trace.clock import Span, by_marks
 from gapless.trace.recording import COPY, Recording, collect
 
 MARK = "gapless:mark"
+MARKS = 8  # at each edge
 WARNED = "synchronizing operation"
 """What is known of an operation that only PyTorch's warning tells of."""
 SOON_US = 500.0
@@ -116,12 +118,15 @@ def watch() -> Iterator[Waits]:
     kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
     with profiler.profile(activities=kinds):
         torch.cuda.synchronize()  # sync-ok: the first profile of a process takes the driver seconds
-    waits, marks = Waits(), list[float]()
+    waits, marks = Waits(), list[list[Span]]()
 
     def mark() -> None:
-        marks.append(time.perf_counter())
-        with profiler.record_function(MARK):
-            pass
+        marks.append([])
+        for _ in range(MARKS):
+            begin = time.perf_counter()
+            with profiler.record_function(MARK):
+                pass
+            marks[-1].append((begin, time.perf_counter()))
 
     recorder: Any = profiler.profile(activities=kinds)
     with ExitStack() as stack:
@@ -141,13 +146,13 @@ def watch() -> Iterator[Waits]:
         path = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(path))
         events = list(read_events(path))
-    theirs = [float(e["ts"]) for e in events if e.get("name") == MARK and e.get("cat") == "user_annotation"]
-    if len(theirs) < 2:
-        raise TraceError("the profiler lost the marks that tie its clock to the program's")
-    shift = theirs[0] - 1e6 * marks[0]
-    waits.span_ms = 1e3 * (marks[-1] - marks[0])
-    inside = [e for e in events if float(e.get("ts", theirs[0])) <= theirs[-1]]
-    waits.rows = match(collect(inside), notes, thread_lanes(inside), shift)
+    own = [e for e in events if e.get("name") == MARK and e.get("cat") == "user_annotation"]
+    theirs = sorted((float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0.0))) for e in own)
+    clock = by_marks(marks, theirs)
+    waits.span_ms = 1e3 * (marks[-1][0][0] - marks[0][-1][1])
+    first, last = theirs[MARKS - 1][1], theirs[-MARKS][0]
+    inside = [e for e in events if float(e.get("ts", first)) <= last]
+    waits.rows = match(collect(inside), notes, thread_lanes(inside), clock)
 
 
 def thread_lanes(events: list[dict[str, Any]]) -> dict[str, int]:
@@ -161,12 +166,15 @@ def thread_lanes(events: list[dict[str, Any]]) -> dict[str, int]:
     return lanes
 
 
-def match(recording: Recording, notes: list[Note], threads: dict[str, int], shift: float) -> list[Wait]:
+def match(
+    recording: Recording, notes: list[Note], threads: dict[str, int], clock: Callable[[float], float]
+) -> list[Wait]:
     """Blocking calls by line.
 
     Args:
-        shift: microseconds from ``perf_counter`` to the recording's clock.
+        clock: from seconds of ``perf_counter`` to microseconds of the recording.
     """
+    notes = [note._replace(start=clock(note.start), end=clock(note.end)) for note in notes]
     names, calls, work = recording.names, recording.calls, recording.work
     pageable = [i for i, text in enumerate(names) if is_pageable(text)]
     slow = work.link[(work.kind == COPY) & np.isin(work.name, pageable)]
@@ -181,7 +189,7 @@ def match(recording: Recording, notes: list[Note], threads: dict[str, int], shif
         start, end = float(calls.start[row]), float(calls.end[row])
         name = names[int(calls.name[row])]
         thread = threads.get(recording.lanes[int(calls.lane[row])], -1)
-        owner = _owner(by_thread.get(thread, []), (start - shift) * 1e-6, (end - shift) * 1e-6)
+        owner = _owner(by_thread.get(thread, []), start, end)
         key = (owner.line, owner.what) if owner is not None else ("", name)
         if owner is not None and owner.what != WARNED and owner.what not in functions.setdefault(owner.line, []):
             functions[owner.line].append(owner.what)
@@ -199,12 +207,12 @@ def match(recording: Recording, notes: list[Note], threads: dict[str, int], shif
 
 
 def _owner(notes: list[Note], start: float, end: float) -> Note | None:
-    """The innermost function around the call, else the first warning soon after it."""
-    slack = 2e-6  # of the two clocks
+    """The innermost function around the call, else the first warning soon after it; all times in us."""
+    slack = 10.0  # of the two clocks
     around = [n for n in notes if n.start < n.end and n.start - slack <= start and end <= n.end + slack]
     if around:
         return min(around, key=lambda n: n.end - n.start)
-    after = [n for n in notes if n.start == n.end and end - slack <= n.start <= end + SOON_US * 1e-6]
+    after = [n for n in notes if n.start == n.end and end - slack <= n.start <= end + SOON_US]
     return min(after, key=lambda n: n.start, default=None)
 
 
