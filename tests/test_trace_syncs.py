@@ -69,7 +69,8 @@ def test_calls_find_their_lines() -> None:
         note(650, 650, "synchronizing operation", "a.py:3"),
         note(4990, 5050, "Tensor.to", "a.py:4", thread=7),
     ]
-    rows = {row.what: row for row in match(collect(t.events), notes, {f"thread {THREAD}": THREAD}, lambda s: s * 1e6 + shift)}
+    lanes = {f"thread {THREAD}": THREAD}
+    rows = {row.what: row for row in match(collect(t.events), notes, lanes, lambda s: s * 1e6 + shift)}
     wait, masked, copy, other = (
         rows[k] for k in ("torch.cuda.synchronize", "synchronizing operation", "Tensor.to", "cudaEventSynchronize")
     )
