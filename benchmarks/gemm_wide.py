@@ -28,6 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES
+from gapless.model.gemm_choice import Product, default
+from gapless.model.gemm_triton import LATE, Workspace, plain, workspace_size
 
 CHECK = False  # add up the parts
 BYTES_PER_S, FLOP_PER_S = 4.36e12, 790e12
@@ -169,6 +171,13 @@ def candidates(m: int, x: torch.Tensor, ws: list[torch.Tensor]) -> dict[str, Cal
         "W @ x.T": library("cublas", lambda i: torch.mm(ws[i], x.t(), out=turned)),
         "W @ x.T, cublasLt": library("cublaslt", lambda i: torch.mm(ws[i], x.t(), out=turned)),
     }
+    n, k = ws[0].shape
+    op = "residual" if n == 4096 else "glu" if n > 20_000 else "plain"
+    choice = default(Product(op, m, n, k)) if m <= 64 else None
+    if choice is not None:  # its tiles and its split, without what is fused into it
+        space = Workspace(x.device)
+        space.reserve(*workspace_size("plain", m, n, choice.fit(k)))
+        found[f"gapless {op}"] = lambda i: plain(x, ws[i], choice, space, pdl=LATE)
     for config in tma_configs(m):
         found[f"tma {config}"] = lambda i, config=config: tma(x, ws[i], config, out)
     return found
