@@ -19,19 +19,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gapless.adapters import LoadedAdapters
-from gapless.build import Built, Progress, build
 from gapless.config import EngineConfig
 from gapless.control import PAUSE_MODES, PauseMode
 from gapless.engine import EngineStats
 from gapless.errors import ConfigError, EngineClosedError, RequestError, WeightError, naming_prompt
 from gapless.grammar.compiler import GrammarCompiler
 from gapless.messages import StepMessage
-from gapless.model.weights import Named, WeightUpdate
-from gapless.pipeline.runner import Key
-from gapless.pipeline.sleeping import put_to_sleep, wake
 from gapless.request import (
     MAX_STOP_TOKEN_IDS,
     FinishReason,
@@ -46,6 +41,12 @@ from gapless.scheduler import SchedulerStats
 from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
 from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
 from gapless.text.vocabulary import bad_word_ids, check_vocabulary
+
+if TYPE_CHECKING:
+    from gapless.adapters import LoadedAdapters
+    from gapless.build import Built, Progress
+    from gapless.model.weights import Named, WeightUpdate
+    from gapless.pipeline.runner import Key
 
 logger = logging.getLogger("gapless")
 
@@ -83,9 +84,13 @@ class _Sleeper:
         self._built = built
 
     def sleep(self, level: int) -> None:
+        from gapless.pipeline.sleeping import put_to_sleep
+
         put_to_sleep(self._built.runner, self._built.weights if level == 2 else None)
 
     def wake(self) -> None:
+        from gapless.pipeline.sleeping import wake
+
         wake(self._built.runner, self._built.weights)
 
 
@@ -135,7 +140,7 @@ class EngineClient:
         self._closed = False
         self._label = f"{secrets.token_hex(4)}-"  # of requests without one: nobody's own labels begin so
         self.tokenizer = find_tokenizer(model, tokenizer)
-        built = build(model, config, self._messages.put, self._on_death, progress=progress or _capture_bar)
+        built = self._build(model, config, progress or _capture_bar)
         self._built = built
         self.config = built.config
         self.model: Any = built.model
@@ -144,7 +149,21 @@ class EngineClient:
         self._scheduler = built.scheduler
         self._compiler: GrammarCompiler | None = None
         self._compiling = threading.Lock()
-        self.adapters = LoadedAdapters(built.engine, built.scheduler, built.runner.lora)
+        self.adapters = self._adapters(built)
+        self._start()
+
+    def _build(self, model: Any, config: EngineConfig, progress: Progress) -> Built:
+        """The engine and what it was built from; a subclass may bring one that runs elsewhere."""
+        from gapless.build import build  # late: an engine that runs elsewhere needs none of the device's code here
+
+        return build(model, config, self._messages.put, self._on_death, progress=progress)
+
+    def _adapters(self, built: Built) -> LoadedAdapters:
+        from gapless.adapters import LoadedAdapters
+
+        return LoadedAdapters(built.engine, built.scheduler, built.runner.lora)
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="gapless-output", daemon=True)
         self._thread.start()
         self._engine.start()
@@ -347,6 +366,8 @@ class EngineClient:
             return store.prepare(weights)
         if weights is not None:
             raise WeightError(f"{type(self.model).__name__} is no transformers model: change its weights yourself")
+        from gapless.model.weights import WeightUpdate
+
         return WeightUpdate(())
 
     def update_weights(self, update: WeightUpdate, *, recompute: bool) -> int:

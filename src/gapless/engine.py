@@ -64,10 +64,12 @@ class EngineStats:
 
     ``host`` has one entry per phase of the loop. The device's time splits into ``busy`` (a step was running),
     ``idle_host`` (it waited for the host), ``idle_masks`` (it waited between a forward and its sampling for masks of
-    structured output) and ``idle_no_work`` (there was no request).
+    structured output) and ``idle_no_work`` (there was no request). ``in_flight`` is of now: steps that were launched
+    and not waited for yet.
     """
 
     steps: int = 0
+    in_flight: int = 0
     held_steps: int = 0  # of them: steps that sample after masks have come
     busy: float = 0.0
     idle_host: float = 0.0
@@ -170,6 +172,7 @@ class Engine:
     def _launch(self, plan: StepPlan) -> tuple[Any, bool]:
         starved, self._starved = self._starved, False
         step = self._runner.launch(plan)
+        self.stats.in_flight += 1
         self._lap("launch")
         return step, starved
 
@@ -183,6 +186,7 @@ class Engine:
         self._lap("wait")
         stats = self.stats
         stats.steps += 1
+        stats.in_flight -= 1
         stats.busy += result.busy_ms * 1e-3
         stats.idle_masks += result.held_ms * 1e-3
         stats.held_steps += result.plan.constrained is not None

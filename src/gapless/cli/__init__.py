@@ -19,6 +19,7 @@ from gapless.errors import AdapterError, ConfigError, RequestError, UnsupportedM
 
 COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
+    "serve": ("gapless.server.command", "serve a model over HTTP, with OpenAI's interface"),
     "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
     "simulate": ("gapless.verify.command", "predict GPU idle time and throughput at each depth, without a GPU"),

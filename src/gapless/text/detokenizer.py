@@ -101,6 +101,18 @@ def decode_whole(
     return "".join(pieces) + detokenizer.finish()
 
 
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What one token adds to the text, special tokens included; part of a character where it is no whole one."""
+    table = _table(tokenizer, False)
+    if table is None:
+        text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text.encode("utf-8", "replace")
+    value = table[token_id]
+    if isinstance(value, int):
+        return bytes((value,))
+    return value.encode() if isinstance(value, str) else value or b""
+
+
 def _unfinished(table: TokenTable, prompt_tail: Sequence[int]) -> bytes:
     """The bytes, at most 3, of a character that the prompt's last tokens begin and do not complete."""
     data = b""

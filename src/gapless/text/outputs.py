@@ -82,6 +82,18 @@ class OutputProcessor:
         for id in ids:
             self._on_stop(id)
 
+    def refuse(self, id: int, error: BaseException) -> None:
+        """Ends the group of an internal id that the engine has refused; its other completions are ended there."""
+        c = self._completions.get(id)
+        if c is None:
+            return
+        was_open, ids = self._forget(c.group)
+        for other in ids:
+            if other != id:
+                self._on_stop(other)
+        if was_open:
+            self._report(c.group, error)
+
     def fail(self, error: BaseException) -> None:
         """The engine died: each open group's `on_error` gets ``error``, and `add` refuses from now on."""
         with self._lock:

@@ -1,0 +1,184 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+
+from gapless.request import CompletionOutput, RequestOutput, SamplingParams
+from gapless.server import sse
+from gapless.server.answer import Answer, AnswerForm
+from gapless.server.errors import bad_request, unsupported
+from gapless.server.frontend import Ticket
+from gapless.server.logprobs import LogprobWriter, prompt_logprobs
+from gapless.server.protocol import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+    ToolCall,
+    sampling_params,
+    usage_of,
+)
+from gapless.server.serving import Json, Serving, new_id, raise_if_failed
+from gapless.server.structured import structure
+from gapless.text.chat import EncodedPrompt
+
+
+@dataclass(slots=True)
+class Call:
+    """What one request is answered from."""
+
+    id: str
+    model: str
+    created: int
+    body: ChatRequest
+    prompt: EncodedPrompt
+    n: int
+    form: AnswerForm
+    writer: LogprobWriter | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    def chunk(self, choices: list[ChunkChoice], usage: Any = UNSET) -> ChatChunk:
+        """An event."""
+        return ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage)
+
+
+async def create(serving: Serving, request: Request) -> Any:
+    """Answer one request, as one object or as a stream."""
+    body = await serving.read(request, ChatRequest)
+    call, params = await prepare(serving, body)
+    terms: Any = {
+        "lora": serving.lora_of(call.model),
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+    }
+    if not body.stream:
+        ticket = serving.submit([call.prompt], [params], "final", call.id, **terms)
+        (output,) = await serving.final(ticket, request)
+        return Json(_answer(call, output))
+    ticket = serving.submit([call.prompt], [params], "delta", call.id, body.stream_interval, **terms)
+    return sse.EventStream(_events(serving, call, ticket), ticket)
+
+
+async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingParams]:
+    """Everything before the engine: checks, the template, the parameters."""
+    model = serving.model_of(body.model)
+    for name in ("functions", "function_call"):
+        if getattr(body, name) is not None:
+            raise unsupported(f"{name}, which tools replace,", name)
+    if body.echo:
+        raise unsupported("echo in a conversation", "echo")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs is allowed only with logprobs=true", "top_logprobs")
+    form = AnswerForm.of(serving, body)
+    others = structure(body)
+    if form.needs_special_tokens and body.skip_special_tokens is None:
+        others["skip_special_tokens"] = False  # the form's marks are special tokens
+    others["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)  # all checks before the work
+    if asked is not None and asked < 1:
+        raise bad_request(f"max_tokens={asked} is not allowed: an integer >= 1", "max_tokens")
+    prompt = serving.prompts.truncated(await serving.prompts.chat(body), body.truncate_prompt_tokens)
+    params = sampling_params(body, serving.options.max_n, max_tokens=serving.max_tokens(prompt, asked, None), **others)
+    form = form.for_prompt(prompt.text or "")
+    writer = None
+    if body.logprobs:
+        as_ids = bool(body.return_tokens_as_token_ids)
+        writer = LogprobWriter(serving.prompts.tokenizer, body.top_logprobs or 0, as_ids)
+    created = int(time.time())
+    return Call(new_id("chatcmpl"), model, created, body, prompt, params.n, form, writer), params
+
+
+def _logprobs(call: Call, c: CompletionOutput) -> ChatLogprobs | None:
+    return None if call.writer is None else call.writer.chat(c.token_ids, c.logprobs or [])
+
+
+def _reason(call: Call, c: CompletionOutput, called: bool) -> str | None:
+    """A call that the client itself has named is no decision of the model's."""
+    return "tool_calls" if called and c.finish_reason == "stop" and not call.form.forced else c.finish_reason
+
+
+def _answer(call: Call, output: RequestOutput) -> ChatCompletion:
+    choices, generated = list[ChatChoice](), 0
+    for c in output.outputs:
+        generated += len(c.token_ids)
+        answer = Answer(call.form)
+        pieces = answer.push(c.text, last=True)
+        message = ChatMessage(content=pieces.content or (None if pieces.calls else ""))
+        if pieces.reasoning:
+            message.reasoning_content = pieces.reasoning
+        if pieces.calls:
+            message.tool_calls = pieces.calls
+        choice = ChatChoice(c.index, message, _logprobs(call, c), _reason(call, c, bool(pieces.calls)), c.stop_reason)
+        if call.body.return_token_ids:
+            choice.token_ids = c.token_ids
+        choices.append(choice)
+    usage = usage_of(call.prompt_tokens, generated)
+    completion = ChatCompletion(call.id, "chat.completion", call.created, call.model, choices, usage)
+    if call.body.return_token_ids:
+        completion.prompt_token_ids = call.prompt.token_ids.tolist()
+    if call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        completion.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+    return completion
+
+
+async def _events(serving: Serving, call: Call, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+    options = call.body.stream_options
+    usage = options is not None and bool(options.include_usage)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    interval = serving.options.sse_keep_alive_interval or None
+    answers = dict[int, Answer]()
+    generated = 0
+    while not ticket.exhausted:
+        outputs = await ticket.next(interval)
+        if not outputs:
+            yield sse.KEEP_ALIVE
+            continue
+        chunks = list[ChunkChoice]()
+        for output in outputs.values():
+            for c in output.outputs:
+                raise_if_failed(c.finish_reason, c.stop_reason)
+                generated += len(c.token_ids)
+                if c.index not in answers:
+                    answers[c.index] = Answer(call.form)
+                    chunks.append(ChunkChoice(c.index, Delta(role="assistant", content="")))
+                chunks += _chunks(call, c, answers[c.index])
+        counted = usage_of(call.prompt_tokens, generated) if continuous else UNSET
+        yield b"".join(sse.data(call.chunk([choice], counted)) for choice in chunks)
+    if usage:
+        yield sse.data(call.chunk([], usage_of(call.prompt_tokens, generated)))
+
+
+def _chunks(call: Call, c: CompletionOutput, answer: Answer) -> list[ChunkChoice]:
+    """What is new of one answer: mostly one chunk."""
+    pieces = answer.push(c.text, last=c.finished)
+    deltas = list[Delta]()
+    if pieces.reasoning:
+        deltas.append(Delta(reasoning_content=pieces.reasoning))
+    if pieces.content or not (pieces.reasoning or pieces.calls):  # a token without text is a token, too
+        deltas.append(Delta(content=pieces.content))
+    for number, found in enumerate(pieces.calls, answer.calls - len(pieces.calls)):
+        deltas.append(Delta(tool_calls=[ToolCall(found.function, found.id, index=number)]))
+    chunks = [ChunkChoice(c.index, delta) for delta in deltas]
+    chunks[0].logprobs = _logprobs(call, c)
+    if call.body.return_token_ids:
+        chunks[0].token_ids = c.token_ids
+    if c.finished:
+        chunks[-1].finish_reason = _reason(call, c, answer.calls > 0)
+        chunks[-1].stop_reason = c.stop_reason
+    return chunks

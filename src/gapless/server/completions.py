@@ -1,0 +1,195 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+
+from gapless.request import CompletionOutput, RequestOutput, SamplingParams
+from gapless.server import sse
+from gapless.server.errors import bad_request, unsupported
+from gapless.server.frontend import Ticket
+from gapless.server.logprobs import LogprobWriter, prompt_logprobs
+from gapless.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    sampling_params,
+    usage_of,
+)
+from gapless.server.serving import Json, Serving, new_id, raise_if_failed
+from gapless.server.structured import structure
+from gapless.text.chat import EncodedPrompt
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(slots=True)
+class _Call:
+    """What one request is answered from."""
+
+    id: str
+    model: str
+    created: int
+    body: CompletionRequest
+    prompts: list[EncodedPrompt]
+    texts: list[str]  # of the prompts, where they are echoed
+    n: int
+    echo: bool
+    empty: bool  # max_tokens=0: only the prompt is asked for
+    writer: LogprobWriter | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(p.token_ids) for p in self.prompts)
+
+    def completion(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Completion:
+        return Completion(self.id, "text_completion", self.created, self.model, choices, usage)
+
+
+async def create(serving: Serving, request: Request) -> Any:
+    """Answer one request, as one object or as a stream."""
+    body = await serving.read(request, CompletionRequest)
+    call, params = await _prepare(serving, body)
+    terms: Any = {
+        "lora": serving.lora_of(call.model),
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+    }
+    if not body.stream:
+        ticket = serving.submit(call.prompts, params, "final", call.id, **terms)
+        outputs = await serving.final(ticket, request)
+        return Json(_answer(call, outputs))
+    ticket = serving.submit(call.prompts, params, "delta", call.id, body.stream_interval, **terms)
+    return sse.EventStream(_events(serving, call, ticket), ticket)
+
+
+async def _prepare(serving: Serving, body: CompletionRequest) -> tuple[_Call, list[SamplingParams]]:
+    model = serving.model_of(body.model)
+    if body.prompt_embeds is not None:
+        raise unsupported("prompt_embeds", "prompt_embeds")
+    if body.suffix:
+        raise unsupported("suffix", "suffix")
+    n = body.n or 1
+    if body.best_of not in (None, n):
+        raise unsupported("best_of other than n", "best_of")
+    echo, empty = bool(body.echo), body.max_tokens == 0
+    if empty and not echo:
+        raise bad_request("max_tokens=0 is allowed only with echo: there is nothing to answer", "max_tokens")
+    asked_logprobs = body.logprobs
+    if echo and asked_logprobs is not None and body.prompt_logprobs not in (None, asked_logprobs):
+        raise bad_request("prompt_logprobs and logprobs differ, which echo cannot serve", "prompt_logprobs")
+    form = structure(body)
+    others: dict[str, Any] = {"logprobs": asked_logprobs, **form}
+    if echo and asked_logprobs is not None:
+        others["prompt_logprobs"] = asked_logprobs
+    sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)  # all checks before the work
+    prompts, _ = await serving.prompts.completion(body.prompt, body.add_special_tokens is not False)
+    prompts = [serving.prompts.truncated(p, body.truncate_prompt_tokens) for p in prompts]
+    params = [
+        sampling_params(
+            body,
+            serving.options.max_n,
+            max_tokens=serving.max_tokens(p, 1 if empty else body.max_tokens, DEFAULT_MAX_TOKENS),
+            **others,
+        )
+        for p in prompts
+    ]
+    texts = [serving.prompts.text_of(p) for p in prompts] if echo else []
+    writer = None
+    if asked_logprobs is not None:
+        writer = LogprobWriter(serving.prompts.tokenizer, asked_logprobs, bool(body.return_tokens_as_token_ids))
+    created = int(time.time())
+    return _Call(new_id("cmpl"), model, created, body, prompts, texts, n, echo, empty, writer), params
+
+
+def _logprobs(
+    call: _Call, index: int, output: RequestOutput, completion: CompletionOutput, offset: int, with_prompt: bool
+) -> CompletionLogprobs | None:
+    if call.writer is None:
+        return None
+    ids: list[int] = []
+    positions: list[Any] = []
+    if with_prompt:
+        ids += call.prompts[index].token_ids.tolist()
+        positions += output.prompt_logprobs or []
+    if not call.empty:
+        ids += completion.token_ids
+        positions += completion.logprobs or []
+    return call.writer.completion(ids, positions, offset)
+
+
+def _answer(call: _Call, outputs: list[RequestOutput]) -> Completion:
+    choices, generated = list[CompletionChoice](), 0
+    for i, output in enumerate(outputs):
+        for c in output.outputs:
+            generated += len(c.token_ids)
+            text = "" if call.empty else c.text
+            choice = CompletionChoice(
+                c.index + i * call.n,
+                call.texts[i] + text if call.echo else text,
+                _logprobs(call, i, output, c, 0, call.echo),
+                c.finish_reason,
+                c.stop_reason,
+            )
+            _extend(call, choice, i, c, output)
+            choices.append(choice)
+    return call.completion(choices, usage_of(call.prompt_tokens, 0 if call.empty else generated))
+
+
+def _extend(call: _Call, choice: CompletionChoice, i: int, c: CompletionOutput, output: RequestOutput) -> None:
+    """Fields that only those get who ask for them."""
+    if call.body.return_token_ids:
+        choice.token_ids = [] if call.empty else c.token_ids
+        choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
+    if call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+
+
+async def _events(serving: Serving, call: _Call, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+    options = call.body.stream_options
+    usage = options is not None and bool(options.include_usage)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    interval = serving.options.sse_keep_alive_interval or None
+    offsets = dict[int, int]()
+    generated = 0
+    with_prompt = dict[int, Any]()
+    while not ticket.exhausted:
+        outputs = await ticket.next(interval)
+        if not outputs:
+            yield sse.KEEP_ALIVE
+            continue
+        chunks = list[CompletionChoice]()
+        for i, output in outputs.items():
+            if output.prompt_logprobs is not None:
+                with_prompt[i] = output.prompt_logprobs
+            output.prompt_logprobs = with_prompt.get(i)
+            for c in output.outputs:
+                raise_if_failed(c.finish_reason, c.stop_reason)
+                generated += len(c.token_ids)
+                index = c.index + i * call.n
+                first = index not in offsets
+                text = "" if call.empty else c.text
+                if first and call.echo:
+                    text = call.texts[i] + text
+                offset = offsets.get(index, 0)
+                logprobs = _logprobs(call, i, output, c, offset, first and call.echo)
+                offsets[index] = offset + len(text)
+                choice = CompletionChoice(index, text, logprobs, c.finish_reason, c.stop_reason)
+                if call.body.return_token_ids:
+                    choice.token_ids = [] if call.empty else c.token_ids
+                    if first:
+                        choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
+                if first and call.body.prompt_logprobs is not None and with_prompt.get(i) is not None:
+                    choice.prompt_logprobs = prompt_logprobs(with_prompt[i])
+                chunks.append(choice)
+        counted = usage_of(call.prompt_tokens, 0 if call.empty else generated)
+        yield b"".join(sse.data(call.completion([choice], counted if continuous else UNSET)) for choice in chunks)
+    if usage:
+        yield sse.data(call.completion([], usage_of(call.prompt_tokens, 0 if call.empty else generated)))

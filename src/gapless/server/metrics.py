@@ -1,0 +1,277 @@
+"""Prometheus metrics. Names have vLLM's endings, under a prefix of one's own, so that its dashboards can be used.
+
+All of this runs on the event loop's thread: once for a step, once for the end of a request, never for a token. The
+engine's counters come with its messages and are only copied. What must be counted here is kept in plain lists; the
+client library writes it down when somebody asks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from gapless.engine import EngineStats
+from gapless.request import RequestMetrics, SamplingParams
+from gapless.scheduler import SchedulerStats
+from gapless.server.frontend import FrontEnd, Ticket
+from gapless.server.wire import Step
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+PER_TOKEN = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80),
+)
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+POWERS = tuple(2**i for i in range(15))
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+N = (1, 2, 5, 10, 20)
+
+
+class Histogram:
+    """Counts by bucket, for one thread. One call may stand for many equal values."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """``times`` values that are ``value``."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus writes them."""
+        total, found = 0, list[tuple[str, float]]()
+        for bound, count in zip((*map(repr, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+            total += count
+            found.append((bound, total))
+        return found
+
+
+HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
+    "time_to_first_token_seconds": (TTFT, "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": (PER_TOKEN, "Between two tokens of a request: from step to step."),
+    "request_time_per_output_token_seconds": (PER_TOKEN, "Mean time per token after a request's first."),
+    "e2e_request_latency_seconds": (LATENCY, "From a request's arrival to its end."),
+    "request_inference_time_seconds": (LATENCY, "From a request's arrival to its end, for those that had a token."),
+    "request_prefill_time_seconds": (LATENCY, "From a request's arrival to its first token, the queue included."),
+    "request_decode_time_seconds": (LATENCY, "From a request's first token to its last."),
+    "request_prompt_tokens": (COUNTS, "Tokens of a prompt."),
+    "request_generation_tokens": (COUNTS, "New tokens of a request."),
+    "request_params_n": (N, "Parameter n."),
+    "request_params_max_tokens": (COUNTS, "Parameter max_tokens."),
+    "request_max_num_generation_tokens": (COUNTS, "New tokens of a request's longest completion."),
+    "request_num_preemptions": (N, "Preemptions of a request."),
+    "iteration_tokens_total": (POWERS, "Tokens computed in a step."),
+}
+"""Name: bounds, and what it says."""
+
+
+def _active(engine: EngineStats) -> float:
+    """Seconds in which there was work."""
+    return engine.busy + engine.idle_host + engine.idle_masks
+
+
+class Metrics(Collector):
+    """See the module.
+
+    Args:
+        prefix: before each name, with a colon.
+        model_name: a label of each.
+    """
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
+        self._finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self._http: dict[tuple[str, str, int], int] = {}
+        self._step: Step | None = None
+        self.front_end: FrontEnd | None = None
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    # ---- recording ------------------------------------------------------------------------------------------------
+
+    def submitted(self, params: Sequence[SamplingParams]) -> None:
+        """A request was taken."""
+        for p in params:
+            self._histograms["request_params_n"].observe(p.n)
+            self._histograms["request_params_max_tokens"].observe(p.max_tokens or 0)
+
+    def step(self, step: Step) -> None:
+        """A message of the engine."""
+        before, self._step = self._step or Step(None, EngineStats(), SchedulerStats()), step
+        steps = step.engine.steps - before.engine.steps
+        if steps <= 0:
+            return
+        computed = step.scheduler.tokens_computed - before.scheduler.tokens_computed
+        self._histograms["iteration_tokens_total"].observe(computed / steps, steps)
+        # Steps follow one another without a gap that is not counted, so that this is the time from step to step, and a
+        # row that decodes gets a token in each.
+        seconds = _active(step.engine) - _active(before.engine)
+        generated = step.scheduler.generated_tokens - before.scheduler.generated_tokens
+        self._histograms["inter_token_latency_seconds"].observe(seconds / steps, generated)
+
+    def finished(self, ticket: Ticket) -> None:
+        """A request has ended."""
+        aborted = ticket.sequences - len(ticket.reasons)
+        for reason in (*ticket.reasons, *("abort" for _ in range(aborted))):
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+        for i, group in enumerate(ticket.groups):
+            self._request(group.metrics, len(group.prompt_token_ids), ticket.generated.get(i, 0))
+
+    def _request(self, metrics: RequestMetrics, prompt_tokens: int, generated: int) -> None:
+        observe = {name: histogram.observe for name, histogram in self._histograms.items()}
+        observe["request_prompt_tokens"](prompt_tokens)
+        observe["request_generation_tokens"](generated)
+        observe["request_max_num_generation_tokens"](generated)
+        observe["request_num_preemptions"](metrics.num_preemptions)
+        first, end, arrival = metrics.first_token_time, metrics.finished_time, metrics.arrival_time
+        if first is not None:
+            observe["time_to_first_token_seconds"](first - arrival)
+            observe["request_prefill_time_seconds"](first - arrival)
+        if end is None:
+            return
+        observe["e2e_request_latency_seconds"](end - arrival)
+        if first is not None:
+            observe["request_inference_time_seconds"](end - arrival)
+            observe["request_decode_time_seconds"](end - first)
+            if generated > 1:
+                observe["request_time_per_output_token_seconds"]((end - first) / (generated - 1))
+
+    def http(self, method: str, path: str, status: int) -> None:
+        """A request was answered."""
+        key = (method, path, status)
+        self._http[key] = self._http.get(key, 0) + 1
+
+    # ---- writing --------------------------------------------------------------------------------------------------
+
+    def text(self) -> bytes:
+        """All metrics, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the client library."""
+        yield from self._histogram_families()
+        yield from self._counters()
+        yield from self._gauges()
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    def _histogram_families(self) -> Iterator[Metric]:
+        for name, (_, text) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(self._name(name), text, labels=list(self._labels))
+            histogram = self._histograms[name]
+            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+
+    def _family(self, kind: type[Metric], name: str, text: str, values: dict[str, float], label: str = "") -> Metric:
+        names = [*self._labels, *([label] if label else [])]
+        family = kind(self._name(name), text, labels=names)  # type: ignore[call-arg]
+        for value, amount in values.items():
+            family.add_metric([*self._labels.values(), *([value] if label else [])], amount)  # type: ignore[attr-defined]
+        return family
+
+    def _counters(self) -> Iterator[Metric]:
+        def counter(name: str, text: str, values: dict[str, float], label: str = "") -> Metric:
+            return self._family(CounterMetricFamily, name, text, values, label)
+
+        finished = {reason: float(count) for reason, count in self._finished.items()}
+        yield counter("request_success", "Completions that have ended.", finished, "finished_reason")
+        rejected = self.front_end.rejected if self.front_end is not None else {}
+        yield counter(
+            "admission_rejections",
+            "Requests that were refused because the queue was full.",
+            {reason: float(count) for reason, count in rejected.items()},
+            "reason",
+        )
+        family = CounterMetricFamily("http_requests", "Answers.", labels=["method", "handler", "status"])
+        for (method, path, status), count in self._http.items():
+            family.add_metric([method, path, str(status)], count)
+        yield family
+        if self._step is None:
+            return
+        engine, scheduler = self._step.engine, self._step.scheduler
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts.", scheduler.prompt_tokens),
+            ("generation_tokens", "New tokens.", scheduler.generated_tokens),
+            ("num_preemptions", "Preemptions.", scheduler.preemptions),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up.", scheduler.prompt_tokens),
+            ("prefix_cache_hits", "Tokens of prompts that were found.", scheduler.prefix_hit_tokens),
+            ("prompt_tokens_cached", "Tokens of prompts that were not computed.", scheduler.prefix_hit_tokens),
+            ("overrun_tokens", "Tokens computed past the end of a request.", scheduler.overrun_tokens),
+            ("steps", "Steps.", engine.steps),
+            ("held_steps", "Steps that waited for masks of structured output.", engine.held_steps),
+            ("gpu_busy_seconds", "Time in which a step ran on the device.", engine.busy),
+        ):
+            yield counter(name, text, {"": float(value)})
+        idle = {"host": engine.idle_host, "masks": engine.idle_masks, "no_work": engine.idle_no_work}
+        yield counter("gpu_idle_seconds", "Time in which the device had nothing to do.", idle, "cause")
+        host = dict(engine.host)
+        yield counter("step_host_seconds", "Time of the loop's thread; wait is for the device.", host, "stage")
+
+    def _gauges(self) -> Iterator[Metric]:
+        def gauge(name: str, text: str, values: dict[str, float], label: str = "") -> Metric:
+            return self._family(GaugeMetricFamily, name, text, values, label)
+
+        front_end, step = self.front_end, self._step
+        if front_end is None or step is None:
+            return
+        scheduler = step.scheduler
+        yield gauge("num_requests_running", "Sequences in the batch.", {"": float(scheduler.running)})
+        yield gauge("num_requests_waiting", "Sequences that wait.", {"": float(scheduler.waiting)})
+        yield gauge(
+            "num_requests_waiting_by_reason",
+            "Sequences that wait, by what for.",
+            {"capacity": float(scheduler.waiting), "deferred": 0.0},
+            "reason",
+        )
+        yield gauge("kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1.", {"": scheduler.kv_use})
+        yield gauge(
+            "inflight_steps", "Steps that were launched and have not ended.", {"": float(step.engine.in_flight)}
+        )
+        yield gauge("open_http_requests", "HTTP requests before the engine.", {"": float(len(front_end.tickets))})
+        options = front_end.ready.options
+        names = ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
+        labels = {**self._labels, **{n: str(options.get(n)) for n in names}}
+        labels["num_gpu_blocks"] = str(scheduler.blocks_total)
+        info = GaugeMetricFamily(self._name("cache_config_info"), "Options of the engine.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        yield info

@@ -1,0 +1,152 @@
+"""The OpenAPI document, made from the types that requests are decoded into, and a page that shows it."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gapless import __version__
+from gapless.server import protocol, responses_protocol
+from gapless.server.errors import ErrorResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        request: type of the body, if there is one.
+        response: type of the answer; a text names its media type.
+        stream: the answer may be events.
+        open: no key is asked for.
+    """
+
+    method: str
+    path: str
+    summary: str
+    request: Any = None
+    response: Any = None
+    stream: bool = False
+    open: bool = False
+
+
+OPERATIONS = (
+    Operation("get", "/v1/models", "The models that can be named", None, protocol.ModelList),
+    Operation("get", "/v1/models/{model}", "One model", None, protocol.ModelCard),
+    Operation("post", "/v1/completions", "Go on from a prompt", protocol.CompletionRequest, protocol.Completion, True),
+    Operation(
+        "post", "/v1/chat/completions", "Answer a conversation", protocol.ChatRequest, protocol.ChatCompletion, True
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Answer a conversation",
+        responses_protocol.ResponsesRequest,
+        responses_protocol.ResponseObject,
+        True,
+    ),
+    Operation("post", "/tokenize", "Text to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
+    Operation("post", "/detokenize", "Token ids to text", protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    Operation("get", "/tokenizer_info", "The tokenizer's special tokens and template", None, dict[str, Any]),
+    Operation("get", "/health", "Whether the server lives", None, protocol.Health, open=True),
+    Operation("get", "/ready", "Whether the server takes requests", None, protocol.Health, open=True),
+    Operation("get", "/ping", "As /health", None, protocol.Health, open=True),
+    Operation("post", "/ping", "As /health", None, protocol.Health, open=True),
+    Operation("get", "/metrics", "Metrics for Prometheus", None, "text/plain"),
+    Operation("get", "/version", "The server's version", None, protocol.Version),
+    Operation("get", "/load", "Requests before the engine", None, protocol.Load),
+    Operation("get", "/openapi.json", "This document", None, dict[str, Any]),
+    Operation("get", "/docs", "This document as a page", None, "text/html"),
+)
+
+
+def document(title: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    types = [t for o in OPERATIONS for t in (o.request, o.response) if t is not None and not isinstance(t, str)]
+    schemas, components = msgspec.json.schema_components(
+        [*types, ErrorResponse, protocol.ChatChunk], ref_template="#/components/schemas/{name}"
+    )
+    schema_of = {id(t): s for t, s in zip(types, schemas, strict=False)}
+    error_schema, chunk_schema = schemas[-2], schemas[-1]
+    paths: dict[str, Any] = {}
+    for o in OPERATIONS:
+        answer: dict[str, Any] = {"description": "OK"}
+        if isinstance(o.response, str):
+            answer["content"] = {o.response: {"schema": {"type": "string"}}}
+        elif o.response is not None:
+            answer["content"] = {"application/json": {"schema": schema_of[id(o.response)]}}
+            if o.stream:
+                event = chunk_schema if o.response is protocol.ChatCompletion else schema_of[id(o.response)]
+                answer["content"]["text/event-stream"] = {"schema": {"type": "string", "x-event": event}}
+        failure = {"description": "An error", "content": {"application/json": {"schema": error_schema}}}
+        operation: dict[str, Any] = {
+            "summary": o.summary,
+            "operationId": f"{o.method}_{o.path.strip('/').replace('/', '_').replace('{', '').replace('}', '')}",
+            "responses": {"200": answer, "4XX": failure, "5XX": failure},
+        }
+        if o.path in ("/health", "/ready", "/ping"):
+            operation["responses"]["503"] = {**answer, "description": "Not now"}
+        if o.open:
+            operation["security"] = []
+        if o.request is not None:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema_of[id(o.request)]}},
+            }
+        if "{model}" in o.path:
+            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths.setdefault(o.path, {})[o.method] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def page(found: dict[str, Any]) -> str:
+    """A page without scripts or anything from elsewhere."""
+    rows = []
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            kind = body.get("$ref", "").rpartition("/")[2]
+            link = f'<a href="#{kind}">{kind}</a>' if kind else ""
+            rows.append(
+                f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
+                f"<td>{html.escape(operation['summary'])}</td><td>{link}</td></tr>"
+            )
+    parts = []
+    for name, schema in found["components"]["schemas"].items():
+        fields = "".join(
+            f"<tr><td><code>{html.escape(field)}</code></td><td><code>{html.escape(_kind(kind))}</code></td></tr>"
+            for field, kind in schema.get("properties", {}).items()
+        )
+        text = html.escape(schema.get("description", ""))
+        parts.append(f'<h3 id="{name}">{name}</h3><p>{text}</p><table>{fields}</table>')
+    title = html.escape(found["info"]["title"])
+    style = "body{font-family:sans-serif;max-width:60em;margin:2em auto}td{padding:.1em 1em .1em 0;vertical-align:top}"
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{style}</style>"
+        f"<h1>{title} {html.escape(found['info']['version'])}</h1><p><a href=openapi.json>openapi.json</a></p>"
+        f"<table>{''.join(rows)}</table><h2>Types</h2>{''.join(parts)}</html>"
+    )
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if "anyOf" in schema:
+        return " | ".join(_kind(s) for s in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(map(repr, schema["enum"]))
+    if schema.get("type") == "array":
+        return f"[{_kind(schema.get('items') or {})}]"
+    return str(schema.get("type", "any"))

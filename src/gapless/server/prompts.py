@@ -1,0 +1,342 @@
+"""Prompts and conversations of requests to token ids, off the event loop's thread.
+
+Two threads encode, each with a copy of the tokenizer of its own, because one tokenizer serves one thread at a time: a
+fast lane for prompts of ordinary length, and a slow lane, so that a prompt of megabytes does not hold up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from gapless.errors import RequestError
+from gapless.server.errors import ApiError, bad_request, clip, of_request_error, too_long, unsupported
+from gapless.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, TokenizeRequest, Tool
+from gapless.text.chat import EncodedPrompt, check_token_ids, encode_chat
+
+T = TypeVar("T")
+
+SLOW_CHARACTERS = 1 << 16
+"""A longer prompt takes the slow lane."""
+TEMPLATE_OPTIONS = (
+    "enable_thinking",
+    "thinking",
+    "add_generation_prompt",
+    "continue_final_message",
+    "reasoning_effort",
+)
+"""What ``chat_template_kwargs`` may hold."""
+
+
+class Prompts:
+    """Encodes what requests bring.
+
+    Args:
+        tokenizer: None serves ids only.
+        vocab_size: of the model.
+        longest: tokens of a prompt and its output.
+        max_prompts: of one request.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, longest: int, max_prompts: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.longest = longest
+        self._max_prompts = max_prompts
+        self._lanes = [ThreadPoolExecutor(1, f"gapless-text-{i}") for i in range(2)]
+        self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
+        self._longest_token = _longest_token(tokenizer)
+
+    def close(self) -> None:
+        """End the threads."""
+        for lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, action: Callable[[Any], T], characters: int) -> T:
+        """``action`` with a tokenizer, on the lane for this many characters.
+
+        Raises:
+            ApiError: the text is longer than any prompt that fits, or ``action`` raised a `RequestError`.
+        """
+        if self.tokenizer is None:
+            raise bad_request("This server has no tokenizer: give prompts as token ids.", "prompt")
+        if characters > self.longest * self._longest_token:  # it cannot fit, whatever its tokens are
+            raise too_long(-(-characters // self._longest_token), None, self.longest)
+        i = int(characters > SLOW_CHARACTERS)
+        context = contextvars.copy_context()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._lanes[i], context.run, action, self._tokenizers[i]
+            )
+        except RequestError as error:
+            raise of_request_error(error) from error
+
+    # ---- prompts --------------------------------------------------------------------------------------------------
+
+    async def completion(
+        self, prompt: str | list[Any] | None, add_special_tokens: bool = True
+    ) -> tuple[list[EncodedPrompt], bool]:
+        """The prompts of a completion request, and whether they came as a list.
+
+        Raises:
+            ApiError: empty, of mixed kinds, too many, or an id that the vocabulary does not have.
+        """
+        if prompt is None:
+            raise bad_request(
+                "prompt is missing: a text, a list of texts, a list of token ids, or a list of such", "prompt"
+            )
+        if isinstance(prompt, str):
+            return await self._texts([prompt], add_special_tokens), False
+        if not prompt:
+            raise bad_request("prompt is empty", "prompt")
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [self._ids(prompt)], False
+        if len(prompt) > self._max_prompts:
+            raise bad_request(f"prompt has {len(prompt)} entries; at most {self._max_prompts} are allowed", "prompt")
+        if kinds == {str}:
+            return await self._texts(prompt, add_special_tokens), True
+        if kinds == {list}:
+            return [self._ids(ids) for ids in prompt], True
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise bad_request(f"prompt holds {names}: its entries are all texts, all ids, or all lists of ids", "prompt")
+
+    def _ids(self, ids: list[Any]) -> EncodedPrompt:
+        if len(ids) >= self.longest:
+            raise too_long(len(ids), None, self.longest)
+        try:
+            return EncodedPrompt(None, check_token_ids(ids, self.vocab_size, "prompt"))
+        except RequestError as error:
+            raise of_request_error(error) from error
+
+    async def _texts(self, texts: list[str], add_special_tokens: bool) -> list[EncodedPrompt]:
+        for text in texts:
+            if not text:
+                raise bad_request("prompt is empty: a text of at least one character, or token ids", "prompt")
+        longest = max(map(len, texts))
+
+        def encode(tokenizer: Any) -> list[EncodedPrompt]:
+            return [
+                EncodedPrompt(text, self._encode(tokenizer, text, add_special_tokens=add_special_tokens))
+                for text in texts
+            ]
+
+        return await self.run(encode, max(longest, sum(map(len, texts)) // 16))
+
+    def _encode(self, tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
+        ids = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        if not ids:
+            raise RequestError("prompt has no tokens: a prompt needs at least one")
+        return check_token_ids(ids, self.vocab_size, "prompt")
+
+    # ---- conversations --------------------------------------------------------------------------------------------
+
+    async def chat(self, request: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+        """A conversation through the chat template.
+
+        Raises:
+            ApiError: naming the message and the field.
+        """
+        if request.chat_template is not None:
+            raise bad_request(
+                "chat_template is not allowed: templates come with the model, not with requests", "chat_template"
+            )
+        messages = conversation(request.messages)
+        options = template_options(request)
+        tools = tool_definitions(request.tools)
+        if tools is not None and getattr(request, "tool_choice", None) != "none":
+            options["tools"] = tools
+        characters = sum(len(str(m.get("content", ""))) for m in messages)
+
+        def encode(tokenizer: Any) -> EncodedPrompt:
+            return encode_chat(messages, tokenizer, self.vocab_size, **options)
+
+        return await self.run(encode, characters)
+
+    async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Ids of a prompt or a conversation, which may be longer than the model's context; and the tokens' names."""
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if request.messages is not None:
+            ids = (await self.chat(request)).token_ids.tolist()
+        else:
+            text, special = request.prompt or "", request.add_special_tokens is not False
+
+            def encode(tokenizer: Any) -> list[int]:
+                return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+            ids = await self.run(encode, len(text))
+        names = None
+        if request.return_token_strs:
+            names = await self.run(lambda tokenizer: list(tokenizer.convert_ids_to_tokens(ids)), len(ids))
+        return ids, names
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        if not tokens:
+            return ""
+        try:
+            checked = check_token_ids(tokens, self.vocab_size, "tokens")
+        except RequestError as error:
+            raise of_request_error(error) from error
+        return await self.run(lambda tokenizer: str(tokenizer.decode(checked.tolist())), len(tokens))
+
+    def text_of(self, prompt: EncodedPrompt) -> str:
+        """The prompt's text, decoded if it came as ids."""
+        if prompt.text is not None:
+            return prompt.text
+        if self.tokenizer is None:
+            return ""
+        text: str = self.tokenizer.decode(prompt.token_ids.tolist(), clean_up_tokenization_spaces=False)
+        return text
+
+    def truncated(self, prompt: EncodedPrompt, keep: int | None) -> EncodedPrompt:
+        """The last ``keep`` tokens: only for those who ask for it. -1 keeps what fits."""
+        if keep is None:
+            return prompt
+        if keep == -1:
+            keep = self.longest - 1
+        if keep < 1:
+            raise bad_request(
+                f"truncate_prompt_tokens={keep} is not allowed: an integer >= 1, or -1 for what fits",
+                "truncate_prompt_tokens",
+            )
+        if len(prompt.token_ids) <= keep:
+            return prompt
+        return EncodedPrompt(None, np.ascontiguousarray(prompt.token_ids[-keep:]))
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Characters that one token can stand for; a bound, not an average."""
+    if tokenizer is None:
+        return 1
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def conversation(messages: list[Message] | None) -> list[dict[str, Any]]:
+    """Messages as chat templates read them.
+
+    Raises:
+        ApiError: no messages, too many, or content that is not text.
+    """
+    if not messages:
+        raise bad_request("messages is empty: a conversation needs at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_request(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed", "messages")
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
+def _message(i: int, message: Message) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _content(i, message)}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _content(i: int, message: Message) -> str:
+    content = message.content
+    if content is None:
+        if message.role == "assistant":
+            return ""
+        raise bad_request(f"messages[{i}].content is missing", f"messages[{i}].content")
+    if isinstance(content, str):
+        return content
+    for j, part in enumerate(content):
+        where = f"messages[{i}].content[{j}]"
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
+            raise unsupported(f"{where}: content of type {clip(part.type)!r}", where)
+        if part.text is None:
+            raise bad_request(f"{where}.text is missing", where)
+    return "".join(part.text or "" for part in content)
+
+
+def _arguments(arguments: str | dict[str, Any]) -> Any:
+    """Templates write the arguments as JSON themselves, so that they get the object."""
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def tool_definitions(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as chat templates read them.
+
+    Raises:
+        ApiError: too many, without a name, or two with the same one.
+    """
+    if not tools:
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")
+    names = [tool.function.name for tool in tools]
+    for i, name in enumerate(names):
+        if not name or len(name) > 256:
+            raise bad_request(f"tools[{i}].function.name={clip(name)!r} is not allowed: 1 to 256 characters", "tools")
+        if name in names[:i]:
+            raise bad_request(f"tools[{i}].function.name={clip(name)!r} is there twice", "tools")
+    definitions: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    for definition in definitions:
+        definition["function"].setdefault("description", "")
+        definition["function"].setdefault("parameters", {"type": "object", "properties": {}})
+    return definitions
+
+
+def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Options for the chat template that a request may choose.
+
+    Raises:
+        ApiError: one that it may not.
+    """
+    options: dict[str, Any] = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name not in TEMPLATE_OPTIONS:
+            raise bad_request(
+                f"chat_template_kwargs holds {clip(name)!r}; allowed: {', '.join(TEMPLATE_OPTIONS)}",
+                "chat_template_kwargs",
+            )
+        if value is not None and not isinstance(value, (bool, str)):
+            raise bad_request(
+                f"chat_template_kwargs.{name} is not allowed: true, false or a text", "chat_template_kwargs"
+            )
+        options[name] = value
+    for name in ("add_generation_prompt", "continue_final_message", "reasoning_effort"):
+        value = getattr(request, name)
+        if value is not None:
+            options[name] = value
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in options and not isinstance(options[name], bool):
+            raise bad_request(f"{name} is not allowed: true or false", name)
+    if options.get("continue_final_message"):
+        if options.get("add_generation_prompt"):
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        options["add_generation_prompt"] = False
+    return options
+
+
+__all__ = ["ApiError", "Prompts", "conversation", "template_options", "tool_definitions"]

@@ -1,0 +1,425 @@
+"""The life of a server: loading, draining, deaths, hangs, keys, slow and broken clients."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engines import tokenizer, wait_until
+from gapless.errors import ConfigError
+from gapless.server.keys import Keys, read_keys
+from gapless.server.lifecycle import Lifecycle, allowed_hosts, bind
+from gapless.server.options import ServerOptions
+from live_server import LiveServer, events, raw
+
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+
+
+class InBackground:
+    """A request in a thread."""
+
+    def __init__(self, server: LiveServer, body: dict[str, Any], path: str = "/v1/completions") -> None:
+        self.response: httpx.Response | None = None
+        self._thread = threading.Thread(target=self._run, args=(server, body, path), daemon=True)
+        self._thread.start()
+
+    def _run(self, server: LiveServer, body: dict[str, Any], path: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # a connection that the server cuts
+            self.response = httpx.post(server.url + path, json=body, timeout=60)
+
+    def join(self) -> httpx.Response:
+        self._thread.join(60)
+        assert self.response is not None
+        return self.response
+
+
+def test_the_port_answers_while_the_model_is_loaded() -> None:
+    load = threading.Event()
+
+    class Late(LiveServer):
+        def _start(self, end: socket.socket) -> Any:
+            held = end.dup()
+
+            def start() -> None:
+                load.wait(30)
+                from engines import model
+                from live_server import ThreadProcess
+
+                self.process = ThreadProcess(held, model())
+
+            threading.Thread(target=start, daemon=True).start()
+
+            class Starting:
+                def wait(self, timeout: float | None = None) -> int:
+                    return 0
+
+                def kill(self) -> None:
+                    pass
+
+            return Starting()
+
+    live = Late()
+    for path in ("/v1/models", "/tokenizer_info"):
+        response = httpx.get(live.url + path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        error = response.json()["error"]
+        assert (error["message"], error["type"]) == ("Loading model", "unavailable_error")
+    assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 503
+    assert httpx.get(live.url + "/ready").status_code == 503
+    assert httpx.get(live.url + "/health").status_code == 200
+    assert httpx.get(live.url + "/health").json()["status"] == "starting"
+    load.set()
+    live.wait_ready().canary()
+    assert live.stop() == 0
+
+
+def test_sigterm_drains() -> None:
+    live = LiveServer(shutdown_timeout=30).wait_ready()
+    with live.gated() as gate:
+        gate.open.clear()
+        whole = InBackground(live, LONG)
+        stream = InBackground(live, {**LONG, "stream": True})
+        wait_until(lambda: len(live.front_end.tickets) == 2, "the requests")
+        live.signal()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 503, "the draining")
+        refused = live.post("/v1/completions", LONG)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert live.client.get("/health").json()["status"] == "draining"
+        gate.open.set()
+        assert whole.join().json()["usage"]["completion_tokens"] == 100
+        assert events(stream.join().text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert live.wait() == 0
+
+
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_what_does_not_end_in_time_gets_an_error(second_signal: bool) -> None:
+    live = LiveServer(shutdown_timeout=30 if second_signal else 0.2).wait_ready()
+    with live.gated() as gate:
+        stream = InBackground(live, {**LONG, "stream": True})
+        wait_until(lambda: gate.passed > 3, "some tokens")
+        gate.open.clear()
+        whole = InBackground(live, LONG)
+        wait_until(lambda: len(live.front_end.tickets) == 2, "the requests")
+        live.signal()
+        if second_signal:
+            live.signal()
+        *chunks, last = events(stream.join().text)
+        assert chunks
+        assert "shutting down" in last["error"]["message"]
+        response = whole.join()
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        gate.open.set()
+        assert live.wait() == 0
+
+
+def test_the_engine_dies() -> None:
+    live = LiveServer().wait_ready()
+    with live.gated() as gate:
+        stream = InBackground(live, {**LONG, "stream": True})
+        wait_until(lambda: gate.passed > 3, "some tokens")
+        gate.open.clear()
+        whole = InBackground(live, LONG)
+        wait_until(lambda: len(live.front_end.tickets) == 2, "the requests")
+        gate.error = RuntimeError("the device is gone")
+        gate.open.set()
+        last = events(stream.join().text)[-1]
+        assert "the device is gone" in last["error"]["message"]
+        assert last["error"]["type"] == "InternalServerError"
+        assert whole.join().status_code == 500
+        assert live.wait(5) == 1
+
+
+def test_a_hung_engine_is_noticed() -> None:
+    live = LiveServer(hang_timeout=0.3).wait_ready()
+    health = lambda: live.client.get("/health")  # noqa: E731
+    assert health().status_code == 200
+    with live.gated() as gate:
+        gate.open.clear()
+        whole = InBackground(live, LONG)
+        wait_until(lambda: health().status_code == 503, "the health check")
+        assert "no step" in health().json()["reason"]
+        assert live.client.get("/ready").status_code == 503
+        gate.open.set()
+        assert whole.join().status_code == 200
+        wait_until(lambda: health().status_code == 200, "the recovery")
+    assert live.stop() == 0
+
+
+def test_queue_limits() -> None:
+    live = LiveServer(engine={"max_num_seqs": 2}, max_queued_requests=1, max_queued_tokens=8).wait_ready()
+    with live.gated() as gate:
+        gate.open.clear()
+        running = InBackground(live, {**LONG, "n": 2})
+        wait_until(lambda: live.front_end.sequences == 2, "the first")
+        full = live.post("/v1/completions", {**LONG, "prompt": [5] * 20})
+        assert full.status_code == 503
+        assert "tokens wait" in full.json()["error"]["message"]
+        waiting = InBackground(live, LONG)
+        wait_until(lambda: live.front_end.sequences == 3, "the second")
+        full = live.post("/v1/completions", LONG)
+        assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+        assert full.json()["error"]["code"] == "overloaded"
+        never = live.post("/v1/completions", {**LONG, "n": 4})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        gate.open.set()
+        assert running.join().status_code == waiting.join().status_code == 200
+    text = live.client.get("/metrics").text
+    assert 'admission_rejections_total{engine="0",model_name="tiny",reason="max_num_queued_reqs"} 1.0' in text
+    live.check_idle()
+    assert live.stop() == 0
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfrom-the-file\n")
+    monkeypatch.setenv("GAPLESS_API_KEY", "one,two")
+    live = LiveServer(api_key_file=str(file))
+    wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200, "the engine")
+    wrong = ("", "Bearer", "Bearer ", "Bearer  one", "bearer one", "Bearer three", "Bearer one two", "one", "Basic one")
+    for header in wrong:
+        line = f"Authorization: {header}\r\n" if header else ""
+        answer = raw(
+            live.port, f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{line}Connection: close\r\n\r\n".encode()
+        )
+        head = answer.split(b"\r\n\r\n")[0].lower()
+        assert head.startswith(b"http/1.1 401"), header
+        assert b"www-authenticate: bearer" in head
+    for path in ("/v1/models", "/metrics", "/docs", "/nothing", "/v1/completions", "/openapi.json", "/version"):
+        assert httpx.get(live.url + path + "?api_key=one").status_code == 401, path
+    for path in ("/health", "/ready", "/ping"):
+        assert httpx.get(live.url + path).status_code == 200
+    for key in ("one", "two", "from-the-file"):
+        assert httpx.get(live.url + "/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    client = openai.OpenAI(base_url=live.url + "/v1", api_key="nope", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    assert live.stop() == 0
+
+
+def test_keys_are_checked_at_start(tmp_path: Path) -> None:
+    assert not read_keys(None, {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(str(tmp_path / "none"), {})
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        read_keys(str(tmp_path / "empty"), {})
+    with pytest.raises(ConfigError, match="character"):
+        read_keys(None, {"GAPLESS_API_KEY": "two words"})
+    assert Keys(["a"]).allow(b"Bearer a")
+    assert not Keys([]).allow(b"Bearer a")
+
+
+# ---- clients that misbehave -----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    live = LiveServer(stream_buffer_tokens=4).wait_ready()
+    front_end = live.front_end
+    block = threading.Event()
+    from gapless.server import sse
+
+    original = sse.EventStream.__call__
+
+    async def stuck(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        import asyncio
+
+        sent = 0
+
+        async def slow_send(message: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if sent > 2:  # the client's window is full
+                block.set()
+                await asyncio.Event().wait()
+            await send(message)
+
+        await original(self, scope, receive, slow_send)
+
+    sse.EventStream.__call__ = stuck  # type: ignore[method-assign]
+    try:
+        with (
+            pytest.raises(httpx.HTTPError),
+            live.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as r,
+        ):
+            r.read()
+    finally:
+        sse.EventStream.__call__ = original  # type: ignore[method-assign]
+    assert block.is_set()
+    wait_until(lambda: not front_end.tickets, "the end of the request")
+    live.check_idle()
+    live.canary()
+    assert live.stop() == 0
+
+
+def test_write_timeout() -> None:
+    live = LiveServer(write_timeout=0.2).wait_ready()
+    front_end = live.front_end
+    with live.gated() as gate:
+        stream = InBackground(live, {**LONG, "stream": True})
+        wait_until(lambda: gate.passed > 2, "some tokens")
+        gate.open.clear()
+        (ticket,) = front_end.tickets
+
+        def cut() -> bool:
+            ticket.sending_since = time.monotonic() - 1
+            return not front_end.tickets
+
+        wait_until(cut, "the watch")
+        gate.open.set()
+        stream._thread.join(20)
+    assert ticket.end_reason == "slow reader"
+    live.check_idle()
+    assert live.stop() == 0
+
+
+def test_keep_alive_comments() -> None:
+    live = LiveServer(sse_keep_alive_interval=0.05).wait_ready()
+    with live.gated() as gate:
+        gate.open.clear()
+        stream = InBackground(live, {**LONG, "max_tokens": 2, "stream": True})
+        wait_until(lambda: len(live.front_end.tickets) == 1, "the request")
+        time.sleep(0.3)
+        gate.open.set()
+        text = stream.join().text
+    assert text.startswith(": keep-alive\n\n")
+    assert events(text)[-1]["choices"][0]["finish_reason"] == "length"
+    assert live.stop() == 0
+
+
+def test_http_guard() -> None:
+    live = LiveServer(header_timeout=0.4, body_timeout=0.4, max_connections=3, max_body_bytes=2000).wait_ready()
+
+    def status(data: bytes) -> int:
+        answer = raw(live.port, data, 4)
+        return int(answer.split(b" ", 2)[1]) if answer else 0
+
+    host = b"Host: localhost\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\n" + host + b"Content-Type: application/json\r\n"
+    cases = {
+        "long header": (b"GET /health HTTP/1.1\r\n" + host + b"X: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+        "endless header": (b"GET /health HTTP/1.1\r\n" + host + b"X: " + b"a" * 200_000, 431),
+        "many headers": (b"GET /health HTTP/1.1\r\n" + host + b"X: a\r\n" * 101 + b"\r\n", 431),
+        "long path": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n" + host + b"\r\n", 414),
+        "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", 400),
+        "half a head": (b"GET /health HTTP/1.1\r\nHost: loc", 408),
+        "nothing": (b"", 0),
+        "half a body": (post + b"Content-Length: 100\r\n\r\n{", 408),
+        "endless chunks": (post + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{\"a\":\r\n", 408),
+        "large body": (post + b"Content-Length: 5000\r\n\r\n" + b" " * 5000, 413),
+        "large chunks": (post + b"Transfer-Encoding: chunked\r\n\r\nBB8\r\n" + b" " * 3000 + b"\r\n0\r\n\r\n", 413),
+        "two lengths": (post + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        "trace": (b"TRACE /health HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n", 405),
+        "http 1.0": (b"GET /health HTTP/1.0\r\n" + host + b"\r\n", 200),
+        "upgrade": (
+            b"GET /health HTTP/1.1\r\n" + host + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n\r\n", 400),
+    }  # fmt: skip
+    for name, (data, wanted) in cases.items():
+        assert status(data) == wanted, name
+        live.canary()
+    expect = (
+        post
+        + b'Expect: 100-continue\r\nConnection: close\r\nContent-Length: 33\r\n\r\n{"prompt": "hello", "max_tokens":1'
+    )
+    assert raw(live.port, expect, 4).startswith(b"HTTP/1.1 100 Continue")
+    pipelined = (
+        (b"GET /version HTTP/1.1\r\n" + host + b"\r\n") * 2
+        + b"GET /version HTTP/1.1\r\nConnection: close\r\n"
+        + host
+        + b"\r\n"
+    )
+    assert raw(live.port, pipelined, 4).count(b"200 OK") == 3
+    live.client.close()
+    idle = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(3)]
+    wait_until(lambda: status(b"GET /health HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n") == 503, "the limit")
+    for connection in idle:
+        connection.close()
+    wait_until(lambda: status(b"GET /health HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n") == 200, "room again")
+    assert live.stop() == 0
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def test_skip_tokenizer() -> None:
+    live = LiveServer(skip_tokenizer=True).wait_ready()
+    ids = tokenizer()("hello")["input_ids"]
+    body = {
+        "prompt": ids,
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 1,
+    }
+    (choice,) = live.post("/v1/completions", body).json()["choices"]
+    assert choice["text"] == ""
+    assert len(choice["token_ids"]) == 4
+    assert choice["logprobs"]["tokens"] == [f"token_id:{t}" for t in choice["token_ids"]]
+    streamed = live.stream("/v1/completions", body)
+    assert [t for c in streamed for t in c["choices"][0]["token_ids"]] == choice["token_ids"]
+    for path, bad in (
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"prompt": ids, "stop": ["x"]}),
+        ("/tokenize", {"prompt": "hello"}),
+    ):
+        assert live.post(path, bad).status_code == 400
+    assert live.client.get("/tokenizer_info").status_code == 404
+    assert live.stop() == 0
+
+
+def test_no_prompt_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    live = LiveServer(log_level="debug", log_format="json").wait_ready()
+    live.post("/v1/completions", {"prompt": "hello secret words", "max_tokens": 2}, **{"x-request-id": "label-7"})
+    live.post("/v1/completions", {"prompt": "hello secret words", "max_tokens": "x"})
+    assert live.stop() == 0
+    log = capfd.readouterr().err
+    assert "secret" not in log
+    assert '"request_id":"label-7"' in log
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"port": 70000}, "port"),
+        ({"max_n": 0}, "max_n"),
+        ({"log_format": "xml"}, "plain, json"),
+        ({"hang_timeout": 0.0}, "hang_timeout"),
+        ({"served_model_name": "a,,b"}, "served_model_name"),
+        ({"tool_call_parser": "x"}, "hermes"),
+    ],
+)
+def test_bad_options(bad: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ServerOptions(**bad)
+
+
+def test_a_port_in_use_and_hosts(tmp_path: Path) -> None:
+    with bind(ServerOptions(port=0)) as bound:
+        port = bound.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            bind(ServerOptions(port=port))
+    path = str(tmp_path / "socket")
+    with bind(ServerOptions(uds=path)), pytest.raises(ConfigError, match="socket"):
+        bind(ServerOptions(uds=path))
+    bind(ServerOptions(uds=path)).close()  # what a process left that is gone
+    assert "localhost" in (allowed_hosts(ServerOptions()) or ())
+    assert allowed_hosts(ServerOptions(host="0.0.0.0")) is None
+    assert allowed_hosts(ServerOptions(allowed_hosts="*")) is None
+    with pytest.raises(ConfigError):
+        Lifecycle("x", ServerOptions(), {"dtype": "float7"})
