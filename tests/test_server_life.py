@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from engines import tokenizer, wait_until
+from engines import model, options, tokenizer, wait_until
+from gapless import LLM, SamplingParams
 from gapless.errors import ConfigError
 from gapless.server.keys import Keys, read_keys
 from gapless.server.lifecycle import Lifecycle, allowed_hosts, bind
@@ -50,7 +51,6 @@ def test_the_port_answers_while_the_model_is_loaded() -> None:
 
             def start() -> None:
                 load.wait(30)
-                from engines import model
                 from live_server import ThreadProcess
 
                 self.process = ThreadProcess(held, model())
@@ -381,6 +381,28 @@ def test_skip_tokenizer() -> None:
         assert live.post(path, bad).status_code == 400
     assert live.client.get("/tokenizer_info").status_code == 404
     assert live.stop() == 0
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """An adapter is a model of its own name; the same prompt through both does not share blocks."""
+    peft_adapters = pytest.importorskip("peft_adapters", reason="peft is not installed")
+    folder = peft_adapters.save(model(), peft_adapters.A, tmp_path / "a")
+    with LLM(**options(enable_lora=True)) as llm:
+        llm.load_lora("a", folder)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        want = {n: llm.generate("hello", params, use_tqdm=False, lora=n)[0].outputs[0].text for n in ("a", None)}
+    live = LiveServer(engine={"enable_lora": True}, adapters={"a": str(folder)}).wait_ready()
+    cards = live.client.get("/v1/models").json()["data"]
+    assert [(c["id"], c["parent"]) for c in cards] == [("tiny", None), ("a", "tiny")]
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    for name, own in (("a", "a"), ("tiny", None), ("a", "a")):
+        (choice,) = live.post("/v1/completions", {**body, "model": name}).json()["choices"]
+        assert choice["text"] == want[own]
+    assert want["a"] != want[None]
+    assert live.post("/v1/completions", {**body, "model": "b"}).json()["error"]["code"] == "model_not_found"
+    assert live.stop() == 0
+    with pytest.raises(ConfigError, match="tiny"):
+        Lifecycle("x", ServerOptions(served_model_name="tiny"), {}, {"tiny": str(folder)})
 
 
 def test_no_prompt_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
