@@ -2,7 +2,8 @@
 
     python benchmarks/host_cost.py --batches 1,32,256 --profile 32
 
-Steady decode: nothing joins, nothing leaves. The figures are the host's own work; a real device adds its driver calls.
+Steady decode: nothing joins, nothing leaves; with ``--drafts`` each step has drafts. The figures are the host's own
+work; a real device adds its driver calls.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from gapless.pipeline.shapes import graph_shapes
 from gapless.plan import RowLayout
 from gapless.request import Request, SamplingParams
 from gapless.scheduler import Scheduler, max_updates
+from gapless.speculative.make import make_speculation
+from gapless.speculative_config import SpeculativeConfig
 
 
 class NullEvent:
@@ -84,13 +87,17 @@ class NullModel:
     def forward(self, *args: Any) -> None: ...
 
 
-def measure(batch: int, steps: int, context: int, profile: bool) -> dict[str, float]:
+def measure(batch: int, steps: int, context: int, profile: bool, drafts: int = 0) -> dict[str, float]:
     """Milliseconds per step of each phase."""
+    steps_of = (drafts + 1) * (steps + 200)
     config = EngineConfig(
-        max_num_seqs=batch, max_num_batched_tokens=max(8192, batch), max_model_len=context + steps + 200
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(8192, batch),
+        max_model_len=context + steps_of,
+        speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
     )
     assert config.max_model_len is not None
-    layout = RowLayout(batch, config.max_model_len, 16)
+    layout = RowLayout(batch, config.max_model_len + drafts, 16)
     blocks = batch * layout.max_blocks + 1
     runner: Any = Runner(
         NullDevice(),  # type: ignore[arg-type]
@@ -102,17 +109,21 @@ def measure(batch: int, steps: int, context: int, profile: bool) -> dict[str, fl
         max_updates=max_updates(config, layout),
         kernels=reference_kernels(),
         shapes=graph_shapes(batch, config.max_num_batched_tokens),
+        speculation=make_speculation(config.speculative, print, on_gpu=False) if config.speculative else None,
     )
+    for slot in runner._ring.slots if drafts else ():
+        slot._out_words[:] = drafts + 1  # the tokens, and how many of them are true: all
     for key in runner.graph_keys():
         for slot in runner._ring.slots:
             runner._captured[slot.index, key] = lambda: None
     scheduler = Scheduler(config, layout, blocks)
     engine = Engine(scheduler, runner, 2, lambda message: None, print)
-    params = SamplingParams(temperature=0, max_tokens=steps + 100, ignore_eos=True)
+    most = steps_of - 100
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(batch):
         prompt = rng.integers(0, 100, context, dtype=np.int32)
-        scheduler.add(Request(i, prompt, params, steps + 100, (), i, False))
+        scheduler.add(Request(i, prompt, params, most, (), i, False))
     flying: deque[Any] = deque()
 
     def turn() -> None:
@@ -145,13 +156,14 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32,128,256,512")
     parser.add_argument("--contexts", default="128")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--drafts", type=int, default=0, help="of each row and step, all of them accepted")
     parser.add_argument("--profile", type=int, default=None, help="print a profile of this batch size")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     rows = []
     for context in map(int, args.contexts.split(",")):
         for batch in map(int, args.batches.split(",")):
-            row = measure(batch, args.steps, context, batch == args.profile)
+            row = measure(batch, args.steps, context, batch == args.profile, args.drafts)
             rows.append(row)
             print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
     if args.out:

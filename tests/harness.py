@@ -20,7 +20,9 @@ from gapless.pipeline.runner import Runner
 from gapless.pipeline.shapes import EXACT, Shapes
 from gapless.plan import RowLayout
 from gapless.request import FinishReason, Request, SamplingParams
-from gapless.scheduler import Scheduler, max_updates
+from gapless.scheduler import Scheduler, SchedulerStats, max_updates
+from gapless.speculative.base import Speculation
+from gapless.speculative.make import make_speculation
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Outcome:
     streamed: dict[int, list[int]] = field(default_factory=dict)
     steps: int = 0
     plans: list[object] = field(default_factory=list)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
 
     def tokens(self) -> dict[int, list[int]]:
         return {i: f.token_ids.tolist() for i, f in sorted(self.finished.items())}
@@ -121,6 +124,7 @@ def make_parts(
     num_blocks: int | tuple[int, ...] = 200,
     groups: bool = True,
     adapters: AdapterBank | None = None,
+    speculation: Speculation | None = None,
     shapes: Shapes = EXACT,
     **options: object,
 ) -> tuple[Scheduler, Runner]:
@@ -129,7 +133,10 @@ def make_parts(
     config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
     assert config.max_model_len is not None
     windows = group_windows(model.kv_specs, config.max_model_len) if groups else (None,)
-    layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, model.vocab_size, windows)
+    longest = config.max_model_len + config.num_drafts
+    layout = RowLayout(config.max_num_seqs, longest, config.block_size, model.vocab_size, windows)
+    if speculation is None and config.speculative is not None:
+        speculation = make_speculation(config.speculative, reference_kernels().sample, on_gpu=False)
     runner = Runner(
         device,
         model,
@@ -142,6 +149,7 @@ def make_parts(
         shapes=shapes,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
         adapters=adapters,
+        speculation=speculation,
     )
     return Scheduler(config, layout, num_blocks), runner
 
@@ -154,12 +162,19 @@ def run_jobs(
     delays: int | None = None,
     debug: bool = False,
     num_blocks: int | tuple[int, ...] = 200,
+    speculation: Speculation | None = None,
+    shapes: Shapes = EXACT,
     **options: object,
 ) -> Outcome:
     device = CpuDevice(delays=delays, max_delay=0.001, debug=debug)
-    scheduler, runner = make_parts(model, device, depth=depth, num_blocks=num_blocks, **options)
+    scheduler, runner = make_parts(
+        model, device, depth=depth, num_blocks=num_blocks, speculation=speculation, shapes=shapes, **options
+    )
+    if shapes.capture:
+        runner.capture(runner.graph_keys())
     engine = SteppedEngine(jobs, scheduler, runner, depth, check=True)
     outcome = engine.run()
+    outcome.stats = scheduler.stats
     assert all(pool.available == pool.capacity for pool in scheduler.blocks.pools)
     assert scheduler.rows.num_free == len(scheduler.rows.requests)
     steps = scheduler.stats.steps

@@ -7,6 +7,8 @@ list: an oracle that knows nothing of engines.
 
 from __future__ import annotations
 
+import bisect
+
 import torch
 
 from gapless.attention.context import AttentionContext
@@ -64,12 +66,21 @@ class HashModel:
             flat[0, context.slot_mapping, 1] = positions.float()
             flat[1, context.slot_mapping, 0] = positions.float()
             flat[1, context.slot_mapping, 1] = input_ids.float()
-        for s, (row, length) in enumerate(zip(context.rows.tolist(), context.seq_lens.tolist(), strict=True)):
-            at = torch.arange(length)
-            blocks = context.block_tables[row, at // context.block_size].long()
-            where = blocks * context.block_size + at % context.block_size
-            words = context.kv_caches[-1].view(2, -1, 2)[:, where].long()
-            tokens, places = words[0, :, 0].tolist(), words[0, :, 1].tolist()
-            assert tokens == words[1, :, 1].tolist()
-            assert places == words[1, :, 0].tolist()
-            out[s] = self.logits(sequence_hash(tokens, places))
+        starts, lengths = context.query_start_loc.tolist(), context.seq_lens.tolist()
+        hashes: dict[int, int] = {}
+        for place, token in enumerate(logits_index.tolist()):
+            if token not in hashes:
+                s = bisect.bisect_right(starts, token, hi=len(lengths)) - 1
+                hashes[token] = self._hash(int(context.rows[s]), lengths[s] - (starts[s + 1] - 1 - token), context)
+            out[place] = self.logits(hashes[token])
+
+    def _hash(self, row: int, length: int, context: AttentionContext) -> int:
+        """Of the row's first ``length`` tokens, as the cache has them."""
+        at = torch.arange(length)
+        blocks = context.block_tables[row, at // context.block_size].long()
+        where = blocks * context.block_size + at % context.block_size
+        words = context.kv_caches[-1].view(2, -1, 2)[:, where].long()
+        tokens, places = words[0, :, 0].tolist(), words[0, :, 1].tolist()
+        assert tokens == words[1, :, 1].tolist()
+        assert places == words[1, :, 0].tolist()
+        return sequence_hash(tokens, places)

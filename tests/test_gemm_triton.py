@@ -303,3 +303,46 @@ def test_small_batch_gives_the_decoder_s_logits(kind: str, unfused: set[str]) ->
                 small.forward(ids, positions, context, out)
             logits.append(out)
         torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.skipif(not CHILD, reason="the tiny models and the reference attention are on the CPU")
+@pytest.mark.parametrize("unfused", [set(), {"plain", "residual"}])
+def test_small_batch_of_rows_with_drafts_gives_the_decoder_s_logits(unfused: set[str]) -> None:
+    """Two sequences of three and of one token, padding, and logits in another order than that of the tokens."""
+    from gapless.attention.context import AttentionContext
+    from gapless.model.adapter import TransformersModel
+    from gapless.model.fused import fuse
+    from gapless.model.small_batch import SmallBatch
+    from models import tiny
+    from test_fused import attend_cached
+
+    plain_model = TransformersModel(tiny("qwen3"))
+    decoder = fuse(plain_model.module, plain_model, max_positions=64, ops=ops_reference, attend=attend_cached)
+    small = SmallBatch(
+        decoder._layers, decoder._embedding, decoder._norm, decoder._head, (decoder._cos, decoder._sin), decoder._eps,
+        attend_cached, limit=16, chooser=TinyConfigs(unfused),
+    )  # fmt: skip
+    caches = [torch.randn(2, 4, 8, spec.num_kv_heads, spec.head_dim_k) for spec in plain_model.kv_specs]
+    positions = torch.tensor([2, 3, 4, 1, 0, 0])
+    index = torch.tensor([2, 3, 0, 0, 1])
+    logits = []
+    for forward in (decoder.forward, small.forward):
+        context = AttentionContext(
+            kv_caches=[c.clone() for c in caches],
+            slot_mapping=torch.tensor([10, 11, 12, 17, 4, 5]),
+            query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
+            seq_lens=torch.tensor([5, 2], dtype=torch.int32),
+            rows=torch.arange(2, dtype=torch.int32),
+            block_tables=torch.tensor([[1], [2]], dtype=torch.int32),
+            block_size=8,
+            decode_only=False,
+            max_query_len=3,
+        )
+        out = torch.empty(5, plain_model.vocab_size)
+        ids = torch.arange(5, 11)
+        if forward == decoder.forward:
+            forward(ids, positions, context, index, out)
+        else:
+            forward(ids, positions, context, out, index)
+        logits.append(out)
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)

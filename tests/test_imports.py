@@ -12,11 +12,12 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
 LAYERS = [
-    {"checks", "config", "errors", "request", "structured", "plan", "messages"},
+    {"checks", "config", "errors", "request", "speculative_config", "structured", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"grammar", "draft", "row_blocks", "row_words", "rows", "prefix", "steady", "versions", "waiting", "scheduler"},
-    {"model", "attention", "sampling", "lora"},
+    {"grammar", "draft", "drafting", "row_blocks", "row_words", "rows", "prefix", "steady", "versions"}
+    | {"waiting", "scheduler"},
+    {"model", "attention", "sampling", "speculative", "lora"},
     {"pipeline"},
     {"control", "engine", "build"},
     {"adapters", "client", "llm", "async_llm", "pace", "text", "cli", "__main__"},

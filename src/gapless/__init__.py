@@ -26,6 +26,7 @@ from gapless.request import (
     RequestOutputKind,
     SamplingParams,
 )
+from gapless.speculative_config import SpeculativeConfig
 from gapless.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "SpeculativeConfig",
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "WeightError",

@@ -34,6 +34,8 @@ from gapless.pipeline.runner import Key, Runner
 from gapless.pipeline.shapes import EXACT, graph_shapes
 from gapless.plan import COMBINATIONS, RowLayout
 from gapless.scheduler import Scheduler, max_updates
+from gapless.speculative.base import Speculation
+from gapless.speculative.make import make_speculation
 
 logger = logging.getLogger("gapless")
 
@@ -134,9 +136,13 @@ def _build(
     if longest > model.max_position:
         raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
     config = dataclasses.replace(config, max_model_len=longest)
-    windows = group_windows(model.kv_specs, longest)
-    groups = kv_groups(model.kv_specs, windows)
-    layout = RowLayout(config.max_num_seqs, longest, config.block_size, model.vocab_size, windows)
+    draft_model = _draft_model(config, model, device)
+    specs = model.kv_specs if draft_model is None else (*model.kv_specs, *draft_model.kv_specs)
+    windows = group_windows(specs, longest)
+    groups = kv_groups(specs, windows)
+    layout = RowLayout(
+        config.max_num_seqs, longest + config.num_drafts, config.block_size, model.vocab_size, windows
+    )
     if config.enable_prefix_caching and not all(spec.paged for spec in model.kv_specs):
         logger.info("prefix caching is off: %s has layers whose state cannot be cut at a position", model.name)
         config = dataclasses.replace(config, enable_prefix_caching=False)
@@ -158,6 +164,10 @@ def _build(
             kernels = triton_kernels()
         else:
             chosen, shapes, kernels = CpuDevice(), EXACT, reference_kernels()
+        speculation: Speculation | None = None
+        if config.speculative is not None:
+            on_gpu = device.type == "cuda"
+            speculation = make_speculation(config.speculative, kernels.sample, on_gpu=on_gpu, draft_model=draft_model)
         try:
             return Runner(
                 chosen,
@@ -172,6 +182,7 @@ def _build(
                 processed_logprobs=config.logprobs_mode == "processed_logprobs",
                 masks=available(),
                 adapters=bank,
+                speculation=speculation,
             )
         except BaseException as error:
             chosen.close()  # or its threads would stay
@@ -285,6 +296,34 @@ def _adapters(model: CausalModel, config: EngineConfig, device: torch.device) ->
         bank.slots, bank.rank, bank.words * model.dtype.itemsize / GIB, ", ".join(bank.targets()),
     )  # fmt: skip
     return bank
+
+
+def _draft_model(config: EngineConfig, model: CausalModel, device: torch.device) -> CausalModel | None:
+    """The second model of ``speculative``, if it has one; both must be such that a rejected draft leaves no trace."""
+    if config.speculative is None:
+        return None
+    if not all(spec.paged for spec in model.kv_specs):
+        raise ConfigError(
+            f"speculative={config.speculative.method} does not work with {model.name}: it has layers with a state that "
+            "cannot go back to before a rejected draft. Leave speculative out"
+        )
+    if config.speculative.model is None:
+        return None
+    draft, _ = _model(config.speculative.model, config, device)
+    logger.info("drafts: %s, %.2f GiB of weights", draft.name, draft.weight_bytes / GIB)
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculative.model={draft.name} has a vocabulary of {draft.vocab_size} tokens, and {model.name} one of "
+            f"{model.vocab_size}: drafts are ids of the target. Use a draft model with the target's tokenizer"
+        )
+    if draft.max_position < (config.max_model_len or 0):
+        raise ConfigError(
+            f"speculative.model={draft.name} was made for {draft.max_position} positions, fewer than max_model_len="
+            f"{config.max_model_len}. Lower max_model_len, or use another draft model"
+        )
+    if not all(spec.paged for spec in draft.kv_specs):
+        raise ConfigError(f"speculative.model={draft.name} has layers with a state: use one that has attention alone")
+    return draft
 
 
 def _num_blocks(

@@ -232,7 +232,7 @@ class EngineClient:
             raise RequestError(f"request_id={submission.request_id!r} is not allowed: a string, or None")
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = max(self._scheduler.blocks.longest - len(ids), 1)
+            max_tokens = max(self._scheduler.longest - len(ids), 1)
             if params.min_tokens > max_tokens:
                 raise RequestError(f"min_tokens={params.min_tokens} is more than the {max_tokens} that still fit")
         self._scheduler.refuse_what_never_fits(len(ids), max_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gapless.errors import ConfigError, did_you_mean
+from gapless.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -48,6 +49,8 @@ class EngineConfig:
         enable_lora: requests may run with LoRA adapters, which are loaded and unloaded while others run.
         max_loras: adapters that can be loaded at once; each has its place on the device.
         max_lora_rank: largest rank of an adapter. Every place is as large as this rank needs.
+        speculative: draft tokens ahead: a `SpeculativeConfig`, its fields as a mapping, or a text such as
+            ``ngram,num_speculative_tokens=4`` or ``draft_model,model=FOLDER``. None: no drafts.
     """
 
     dtype: str = "auto"
@@ -69,6 +72,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 4
     max_lora_rank: int = 16
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
@@ -95,6 +99,7 @@ class EngineConfig:
             _check(name, value, _is_int(value) and 1 <= value <= most, f"an integer from 1 to {most}")
         modes = ("raw_logprobs", "processed_logprobs")
         _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")
+        object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))
         _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -102,6 +107,11 @@ class EngineConfig:
                 f"{self.max_num_seqs}: a step must hold one token of every running request. Raise the first or "
                 "lower the second"
             )
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a row may draft in a step; 0 without drafts."""
+        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> EngineConfig:

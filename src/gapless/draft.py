@@ -19,6 +19,7 @@ class Draft:
         seqs_left: sequences that it can still take, beside one for each running row.
         full: a request waits for room among the updates of a later step.
         published: what the running rows generated can be found in the prefix cache by now.
+        drafting: rows that decode with drafts in it.
         scored: rows that score their prompt in it, one token a sequence.
     """
 
@@ -27,6 +28,7 @@ class Draft:
     seqs_left: int = 0
     full: bool = False
     published: bool = False
+    drafting: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
     scored: list[int] = field(default_factory=list)
     rows: list[I32] = field(default_factory=list)
     lens: list[I32] = field(default_factory=list)

@@ -54,8 +54,11 @@ class Word(enum.IntEnum):
     NUM_LOGPROBS = 16  # 0: none; k + 1: of the chosen token and the k most likely ones
     NUM_PROMPT_LOGPROBS = 17  # the same for tokens of the prompt
     LORA = 18  # slot of the row's adapter, 0 for none; read by the forward half
-    STOP_IDS = 19  # MAX_STOP_TOKEN_IDS words
-    COUNT = 19 + MAX_STOP_TOKEN_IDS
+    LIMIT = 19  # the first position that no token may take
+    LENGTH = 20  # tokens that exist; written by steps with drafts (see `StepPlan.width`), and true after one
+    NUM_DRAFTS = 21  # drafts at the positions from the row's length on; written by the proposer
+    STOP_IDS = 22  # MAX_STOP_TOKEN_IDS words
+    COUNT = 22 + MAX_STOP_TOKEN_IDS
 
 
 class Record(enum.IntEnum):
@@ -105,7 +108,8 @@ class RowLayout:
     """Where the words of the rows lie in the arena. Row ``max_num_seqs`` is the null row, which padding uses.
 
     ``windows`` has one entry for each of the G groups of layers that share a block table: how many positions their
-    queries see, None for all. See `gapless.kv.groups`.
+    queries see, None for all. See `gapless.kv.groups`. In an engine with K drafts ``max_model_len`` is K more than the
+    longest request, so that the drafts of a row that is nearly full have a place, if no use.
 
     Sections, one after the other, with R = ``max_num_seqs``:
 
@@ -206,6 +210,11 @@ class StepPlan:
             from token_table[row, position].
         updates: int32 ``[U, 2]``, changes (word, value) of the arena, applied before anything else of the step.
         features: what sampling needs.
+        width: logits of each sequence. 1 for a plain step. In a step with drafts K + 1, and tokens may exist that the
+            host does not count: ``starts`` are then lower bounds where ``follows`` is set.
+        drafts: bool ``[S]`` in a step with drafts: the sequence is the row's last token and K drafts, and draws at
+            each of them as far as the drafts are right. ``query_lens`` is then K + 1.
+        follows: bool ``[S]`` in a step with drafts: the device finds the start, one before the row's `Word.LENGTH`.
         scores: bool ``[S]``, or None for none: the sequence asks how likely the prompt's own next token is, which the
             token table holds. Such a sequence is one token long, and several of them may name the same row: what one
             of them writes into the cache, the later ones read, as every token of a chunk does.
@@ -227,6 +236,9 @@ class StepPlan:
     scores: Bools | None = None
     constrained: Bools | None = None
     lora: bool = False
+    width: int = 1
+    drafts: Bools | None = None
+    follows: Bools | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -240,8 +252,13 @@ class StepPlan:
 
     @property
     def decode_only(self) -> bool:
-        """Each sequence computes exactly one token."""
-        return len(self.input_ids) == len(self.rows)
+        """Each sequence computes exactly one token, at a position that the host knows."""
+        return self.width == 1 and len(self.input_ids) == len(self.rows)
+
+    @property
+    def few(self) -> bool:
+        """In a step with drafts: no sequence computes more than one token, those with drafts aside."""
+        return self.drafts is not None and bool((self.drafts | (self.query_lens == 1)).all())
 
     @property
     def draws_only(self) -> bool:

@@ -86,6 +86,8 @@ class SamplingParams:
             reads no prefix cache.
         structured_outputs: the form that the output has: a JSON schema, a regular expression, a choice or a grammar. An
             output that ends by ``max_tokens`` or a stop string may be incomplete.
+        speculative: whether drafts are made for it, in an engine with a `SpeculativeConfig`; its tokens are the same
+            either way. None: they are.
         output_kind: what each output of `AsyncLLM` holds: cumulative, delta or final. `LLM` gives the final one.
     """
 
@@ -111,6 +113,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    speculative: bool | None = None
     output_kind: str = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -153,6 +156,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 integer(name, 0, allowed, MAX_LOGPROBS)
         set_plain("structured_outputs", structured_outputs(self.structured_outputs))
+        if self.speculative is not None and not isinstance(self.speculative, bool):
+            raise refuse("speculative", self.speculative, "True, False or None")
         kinds = [kind.value for kind in RequestOutputKind]
         if self.output_kind not in kinds:
             raise refuse("output_kind", self.output_kind, f"one of {', '.join(kinds)}")

@@ -50,7 +50,7 @@ class RowBlocks:
         if len(counts) != len(windows):
             raise ValueError(f"num_blocks={num_blocks} is not allowed: {len(windows)} groups need as many numbers")
         self.pools = tuple(map(BlockPool, counts))
-        self._rows = rows
+        self.rows = self._rows = rows
         self._size = rows.layout.block_size
         self.windowed = any(window is not None for window in windows)
         self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
@@ -103,6 +103,11 @@ class RowBlocks:
             return UNBOUNDED
         blocks = self._blocks_for(int(self._rows.limit[row]))
         return min(UNBOUNDED if blocks <= capacity else chunk for capacity, chunk in self._chunks)
+
+    @property
+    def longest_window_chunk(self) -> int:
+        """Tokens that one row may compute between a window's first and its last block."""
+        return min(chunk for _, chunk in self._chunks)
 
     def fits(self, hit: Hit, total: int, chunk: int) -> bool:
         """Whether a row of ``total`` tokens that starts with ``hit`` finds room for all of them, ``chunk`` at a time.

@@ -94,5 +94,6 @@ def _param_words(request: Request) -> I32:
     words[Word.NUM_PROMPT_LOGPROBS] = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
     words[Word.LORA] = 0 if request.lora is None else request.lora.slot
     words[Word.NUM_STOP] = len(stops)
+    words[Word.LIMIT] = words[Word.PROMPT_LEN] + request.max_tokens
     words[Word.STOP_IDS :] = stops
     return words

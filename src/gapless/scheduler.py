@@ -26,6 +26,7 @@ import numpy as np
 
 from gapless.config import EngineConfig
 from gapless.draft import Draft, places
+from gapless.drafting import Drafting, DraftStats
 from gapless.errors import RequestError
 from gapless.grammar.matcher import fill_masks
 from gapless.messages import Finished, PromptRecords, StepMessage
@@ -51,17 +52,20 @@ NO_TOKEN = (
 def max_updates(config: EngineConfig, layout: RowLayout) -> int:
     """Changes of the arena that one step can carry: every row may need a block, a full budget of prompt tokens its
     blocks, and some new requests their parameters, a few of them with masks and everything else that one may ask for.
-    What does not fit waits for the next step."""
+    What does not fit waits for the next step. Where drafts are looked up in the prompt, a hit in the prefix cache
+    brings its tokens along, as long as it may be."""
+    looked_up = config.speculative is not None and config.speculative.method == "ngram"
     decodes = (1 + layout.num_groups) * config.max_num_seqs
-    return max(config.max_num_batched_tokens, 1024) + decodes + 4 * layout.request_words
+    updates = max(config.max_num_batched_tokens, 1024) + decodes + 4 * layout.request_words
+    return updates + (layout.max_model_len + layout.num_groups * layout.max_blocks if looked_up else 0)
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start, but for the last five, which are of now.
+    """Counters since the start; ``running``, ``waiting`` and what is said of blocks are of now.
 
     ``blocks_used`` and ``blocks_total`` count the blocks of all groups of layers, ``used_by_group`` has (used, total)
-    of each (see `gapless.kv.groups`).
+    of each (see `gapless.kv.groups`). ``drafts`` is None in an engine without drafts.
     """
 
     steps: int = 0
@@ -77,6 +81,7 @@ class SchedulerStats:
     blocks_used: int = 0
     blocks_total: int = 0
     used_by_group: tuple[tuple[int, int], ...] = ()
+    drafts: DraftStats | None = None
 
     @property
     def kv_use(self) -> float:
@@ -101,11 +106,17 @@ class Scheduler:
         self.blocks = RowBlocks(self.rows, num_blocks)
         self.pool = self.blocks.pools[0]  # of the layers that keep everything, if there are any
         self.stats = SchedulerStats()
+        self._drafting = None if config.speculative is None else Drafting(config.speculative, self.blocks)
+        self._prompt_on_device = config.speculative is not None and config.speculative.method == "ngram"
+        if self._drafting is not None:
+            self.stats.drafts = self._drafting.stats
+        self._longest = layout.max_model_len - config.num_drafts
         self._block_size = layout.block_size
         self._budget = config.max_num_batched_tokens
         self._max_updates = max_updates(config, layout)
         self._prefixes = PrefixCache(self.rows, self.blocks, enabled=config.enable_prefix_caching)
         self._steady: Steady | None = None
+        self._repeated: StepPlan | None = None  # the last plan, if `Drafting.repeat` may go on with it
         self._last_rows = NO_TOKENS
         self.versions = WeightVersions(self.rows)
         self.holding = False  # new requests do not wait to start, but for the end of a pause
@@ -131,15 +142,20 @@ class Scheduler:
         """Some request is waiting or running."""
         return bool(self._waiting or self._preempted or len(self._running))
 
+    @property
+    def longest(self) -> int:
+        """Tokens, prompt and output, of the longest request that could ever be finished."""
+        return self.blocks.longest - (self.layout.max_model_len - self._longest)  # drafts lie beyond the end
+
     def refuse_what_never_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `RequestError` for a request that no empty engine could finish. May be called from any thread."""
-        length, longest = prompt_len + max_tokens, self.layout.max_model_len
+        length, longest = prompt_len + max_tokens, self._longest
         if length > longest:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {length}; max_model_len "
                 f"is {longest}. Shorten the prompt or lower max_tokens to {max(longest - prompt_len, 0)} or less"
             )
-        self.blocks.refuse_what_never_fits(length)
+        self.blocks.refuse_what_never_fits(length + self.layout.max_model_len - self._longest)  # drafts beyond the end
 
     def add(self, request: Request) -> None:
         """Queue a request that `refuse_what_never_fits` accepted."""
@@ -184,6 +200,11 @@ class Scheduler:
             return None
         if self._steady is not None and (plan := self._next_steady(self._steady)) is not None:
             return plan
+        if self._repeated is not None and self._drafting is not None:
+            self._repeated = self._drafting.repeat(self._repeated, self._step)
+            if self._repeated is not None:
+                self._count_step(self._repeated)
+                return self._repeated
         if not self.has_requests:
             return None
         if self.blocks.windowed:
@@ -198,6 +219,10 @@ class Scheduler:
         unchanged = plan is not None and not self._preempted and not draft.full and plan.num_seqs == len(self._running)
         if plan is not None and unchanged and plan.draws_only:
             self._steady = Steady(plan, self.rows, self._block_size)
+            if self._drafting is not None:
+                self._steady.left = min(self._steady.left, self._drafting.steps_until_resumed(plan.rows))
+        elif plan is not None and unchanged and self._drafting is not None and self._drafting.goes_on(plan):
+            self._repeated = plan
         return plan
 
     def _next_steady(self, steady: Steady) -> StepPlan | None:
@@ -218,6 +243,7 @@ class Scheduler:
         return plan
 
     def _end_steady(self) -> None:
+        self._repeated = None
         if self._steady is not None:
             self._steady.flush()
             self._steady = None
@@ -236,17 +262,24 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft) -> None:
         r, running = self.rows, self._running
         ready = running[(r.total[running] - r.computed[running] == 1) & (r.total[running] < r.limit[running])]
-        needy = ready[r.computed[ready] >= r.num_blocks[ready] * self._block_size]
+        lens, ends = np.ones(len(ready), np.int32), r.computed[ready] + 1
+        if self._drafting is not None:
+            drafts = self._drafting.choose(ready, draft.budget)
+            lens += drafts * np.int32(self._drafting.num_drafts)
+            ends = self._drafting.ends(ready, lens)
+            draft.drafting = ready[drafts]
+        needy = ends > r.num_blocks[ready] * self._block_size
         before = self.stats.preemptions
-        for row in needy.tolist():
+        for row, length in zip(ready[needy].tolist(), (ends - r.computed[ready])[needy].tolist(), strict=True):
             if row not in self._preempted:
-                self._grow(row, 1, draft)
+                self._grow(row, length, draft)
         if self.stats.preemptions > before:
-            ready = ready[np.isin(ready, self._running)]
+            kept = np.isin(ready, self._running)
+            ready, lens = ready[kept], lens[kept]
         if len(ready):
             draft.rows.append(ready)
-            draft.lens.append(np.ones(len(ready), np.int32))
-            draft.budget -= len(ready)
+            draft.lens.append(lens)
+            draft.budget -= int(lens.sum())
 
     def _plan_running_prompts(self, draft: Draft) -> None:
         r, running = self.rows, self._running
@@ -289,6 +322,8 @@ class Scheduler:
         r = self.rows
         # A preempted row whose last token is in flight already needs no more steps; commit ends it.
         for row in [row for row in self._preempted if r.total[row] < r.limit[row]]:
+            if self._drafting is not None and self._drafting.slack[row]:
+                return  # how many tokens it has is known once its steps with drafts are committed
             if not self._admit_waiting(draft, before=int(r.priority[row])):
                 return
             if draft.budget <= 0 or draft.seqs_left <= 0 or not self._start(row, draft):
@@ -309,6 +344,9 @@ class Scheduler:
                     self._prefixes.publish_generated(self._running.tolist())
                     draft.published = True
                 row = self.rows.assign(request)
+                if self._drafting is not None:
+                    self._drafting.assign(row, request)
+                    self.rows.needs_prompt[row] |= self._prompt_on_device and request.params.speculative is not False
                 params = self.rows.param_updates(row)
                 draft.updates_left -= len(params)
                 started = self._start(row, draft)
@@ -416,7 +454,16 @@ class Scheduler:
         scores = np.isin(rows, draft.scored) if draft.scored else None
         if scores is not None:  # the sequences of one row lie side by side
             starts = starts + places(rows)
+        drafts, follows, width = None, None, 1
         ends = starts + lens
+        if self._drafting is not None:
+            drafts = np.isin(rows, draft.drafting)
+            ends = np.where(drafts, starts + np.int32(1), ends)
+            follows = self._drafting.launched(rows, drafts)
+            if drafts.any() or follows.any():
+                width = self._drafting.width
+            else:
+                drafts = follows = None
         samples = ends == r.total[rows]
         if len(rows) == lens.sum():
             flat_rows, positions = rows, starts
@@ -441,7 +488,7 @@ class Scheduler:
         constrained = samples & r.constrained[rows]
         plan = StepPlan(
             self._step, rows, starts, lens, samples, input_ids, carry, updates, features, scores,
-            constrained if constrained.any() else None, bool(r.lora[rows].any()),
+            constrained if constrained.any() else None, bool(r.lora[rows].any()), width, drafts, follows,
         )  # fmt: skip
         self._count_step(plan)
         return plan
@@ -481,7 +528,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, tokens: I32, records: I32 | None = None) -> None:
         """Take the tokens ``[S]`` of the oldest step. -1 marks a row whose logits were not finite.
 
-        ``records [S, Record.COUNT]`` are there if the plan's features name log-probabilities.
+        ``records [S, Record.COUNT]`` are there if the plan's features name log-probabilities. Of a step with drafts,
+        ``tokens [S, width + 2]`` and ``records [S, width, Record.COUNT]``, see `Drafting.commit`.
         """
         r, steady = self.rows, self._steady
         if steady is not None and steady.owns(plan) and steady.commit(plan, tokens):
@@ -490,11 +538,17 @@ class Scheduler:
                 self._stream_ids, self._stream_tokens = steady.stream_ids, tokens[steady.streaming]
                 self._stream_records = records[steady.streaming] if records is not None else None
             return
+        repeated = self._repeated
         self._end_steady()
         r.in_flight[plan.rows] -= 1
         if plan.scores is not None and records is not None:
             live = plan.scores & ~r.finished[plan.rows]
-            self._prompts = PromptRecords(r.ids[plan.rows[live]], plan.starts[live] + 1, records[live])
+            first = records[live] if plan.width == 1 else records[live, 0]
+            self._prompts = PromptRecords(r.ids[plan.rows[live]], plan.starts[live] + 1, first)
+        if plan.width > 1:
+            self._repeated = repeated
+            self._commit_drafts(plan, tokens, records)
+            return
         drew = plan.samples & ~r.finished[plan.rows]
         rows, drawn = plan.rows[drew], tokens[drew]
         self.stats.overrun_tokens += int(plan.samples.sum()) - len(rows)
@@ -515,6 +569,30 @@ class Scheduler:
                 self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
             elif stop[i]:
                 self._finish_row(row, FinishReason.STOP, stop_token=int(drawn[i]))
+            else:
+                self._finish_row(row, FinishReason.LENGTH)
+        self._release_rows()
+
+    def _commit_drafts(self, plan: StepPlan, tokens: I32, records: I32 | None) -> None:
+        """The end of `commit` for a step with drafts: up to ``width`` tokens of a row."""
+        r = self.rows
+        assert self._drafting is not None
+        stopped = self._drafting.stats.stopped
+        done = self._drafting.commit(plan, tokens, self._preempted)
+        if stopped != self._drafting.stats.stopped:
+            self._repeated = None
+        rows, counts = done.rows, done.counts
+        self.stats.generated_tokens += int(counts.sum())
+        self.stats.overrun_tokens += int(tokens[plan.samples, plan.width].sum() - counts.sum() - done.bad.sum())
+        taken = np.arange(plan.width, dtype=np.int32) < counts[:, None]
+        of = None if records is None else records[done.sequences][taken]
+        self._tell(np.repeat(rows, counts), done.tokens[taken], of)
+        for i in np.flatnonzero(done.bad | done.stopped | (r.known[rows] == r.limit[rows])).tolist():
+            row = int(rows[i])
+            if done.bad[i]:
+                self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
+            elif done.stopped[i]:
+                self._finish_row(row, FinishReason.STOP, stop_token=int(done.tokens[i, counts[i] - 1]))
             else:
                 self._finish_row(row, FinishReason.LENGTH)
         self._release_rows()
@@ -556,6 +634,7 @@ class Scheduler:
         versions = self.versions.of(row)
         self._finished.append(Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first, versions))
         self.stats.requests_finished += 1
+        self._repeated = None
         self._running = self._running[self._running != row]
         self._preempted.pop(row, None)
         self._draining.append(row)
@@ -624,6 +703,8 @@ class Scheduler:
         named = sorted([*self._running.tolist(), *self._preempted, *self._draining])
         if named != used or sorted(self._row_of.values()) != used:
             raise RuntimeError(f"rows in use {used}, but running, preempted and draining rows are {named}")
+        if self._drafting is not None:
+            self._drafting.check()
         for row in used:
             if not r.computed[row] <= r.total[row] <= r.limit[row] or r.known[row] > r.total[row]:
                 raise RuntimeError(

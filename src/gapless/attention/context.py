@@ -34,6 +34,8 @@ class AttentionContext:
         decode_only: every real sequence has exactly one token (T == S). Known by the host, baked into graphs.
         row_loras: int32 ``[R + 1]``, any stride: slot of each row's LoRA adapter, 0 for none. None in steps in which no
             row has one. Which of the two is known by the host, baked into graphs.
+        max_query_len: a bound on the tokens of each sequence that is small enough for the decode kernel, or None. Known
+            by the host, baked into graphs.
         scratch: for values that one layer computes and the next ones of the same group and step reuse.
         group_of_layer: by layer, which group's slot mapping and block tables are its own (see `gapless.kv.groups`);
             empty if all layers share these.
@@ -54,6 +56,7 @@ class AttentionContext:
     block_size: int
     decode_only: bool
     row_loras: torch.Tensor | None = None
+    max_query_len: int | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
     group_of_layer: tuple[int, ...] = ()
     token_table: torch.Tensor | None = None

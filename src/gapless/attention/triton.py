@@ -72,8 +72,8 @@ def attend_cached(
 
     Args:
         out: contiguous ``[T, HQ, D]``; made here if missing.
-        max_query_len: if given, a bound on the q_len of this step and of every replay: where it is small, as
-            for drafts to verify, the prefill kernel is not launched.
+        max_query_len: a bound on the q_len of this step and of every replay, by default the context's: where it is
+            small, as for drafts to verify, the prefill kernel is not launched.
         split_query_len: in a mixed step, sequences of up to so many tokens go to the decode kernel.
     """
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
@@ -81,6 +81,7 @@ def attend_cached(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = q.shape[1] // kv_cache.shape[3]
+    max_query_len = max_query_len or context.max_query_len
     if context.decode_only:
         decode(q, kv_cache, context, params, out, 1, decode_config)
     elif max_query_len is not None and max_query_len * group <= MAX_DECODE_ROWS:

@@ -207,3 +207,5 @@ def _batch(client: EngineClient, jobs: list[Job], writer: Writer, beside: IO[str
     seconds = time.perf_counter() - start
     rate = tokens / seconds
     logger.info("%d prompts, %d new tokens in %.2f s: %.1f tokens/s", len(jobs), tokens, seconds, rate)
+    if (drafts := client.stats()[1].drafts) is not None:
+        logger.info("drafts: %s", drafts)

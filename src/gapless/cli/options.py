@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
+from gapless.speculative_config import SpeculativeConfig
 from gapless.structured import StructuredOutputsParams
 
-SPELLING = {("EngineConfig", "seed"): "engine-seed"}
+SPELLING = {("EngineConfig", "seed"): "engine-seed", ("SamplingParams", "speculative"): "drafts"}
 """Options that are not spelt like their field, because another dataclass has a field of that name."""
 
 
@@ -45,6 +46,7 @@ def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 _KINDS: dict[Any, dict[str, Any]] = {
     bool: {"action": argparse.BooleanOptionalAction},
+    bool | None: {"action": argparse.BooleanOptionalAction},
     int: {"type": int, "metavar": "N"},
     float: {"type": float, "metavar": "X"},
     str: {"metavar": "NAME"},
@@ -54,6 +56,7 @@ _KINDS: dict[Any, dict[str, Any]] = {
     str | Sequence[str]: {"action": "append", "metavar": "TEXT"},
     Sequence[int]: {"type": _integers, "metavar": "N,N"},
     Sequence[int] | None: {"type": _or_none(_integers), "metavar": "N,N"},
+    SpeculativeConfig | None: {"type": _or_none(str), "metavar": "METHOD,NAME=VALUE"},
     Mapping[int, float] | None: {"type": _or_none(_biases), "metavar": "N:X,N:X"},
     Sequence[str | Sequence[int]]: {"action": "append", "metavar": "TEXT"},
     StructuredOutputsParams | Mapping[str, Any] | None: {"type": _or_none(_object), "metavar": "JSON"},

@@ -45,8 +45,10 @@ class CausalModel(Protocol):
             input_ids: int64 ``[T]``.
             positions: int64 ``[T]``.
             context: the step.
-            logits_index: int64 ``[S]``, which of the T tokens get logits.
-            out: ``[S, vocab_size]`` in the model's dtype, where the logits go. It outlives the call, as whatever is
+            logits_index: int64 ``[L]``, which of the T tokens get logits: the last of each sequence, L = S; more in
+                steps with drafts. Where L = T and all sequences are short (``context.decode_only`` or
+                ``max_query_len``), the order is that of the tokens.
+            out: ``[L, vocab_size]`` in the model's dtype, where the logits go. It outlives the call, as whatever is
                 allocated inside a captured graph does not.
         """
         ...

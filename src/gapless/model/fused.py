@@ -158,14 +158,17 @@ class FusedDecoder:
         logits_index: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        few = context.decode_only or context.max_query_len is not None
+        every = few and len(logits_index) == len(input_ids)  # then they are in the order of the tokens
         tokens = None
         if context.row_loras is not None and self.bank is not None:
             tokens = self.bank.tokens(context, len(input_ids))
-        elif self.small is not None and context.decode_only and len(input_ids) <= self.small.limit:
-            self.small.forward(input_ids, positions, context, out)
+        elif self.small is not None and few and len(input_ids) <= self.small.limit:
+            self.small.forward(input_ids, positions, context, out, None if every else logits_index)
             return
         ops, eps = self._ops, self._eps
-        all_asked = context.decode_only or len(logits_index) >= len(input_ids)
+        one_each = len(logits_index) == len(context.seq_lens)  # not so in a step with drafts
+        all_asked = context.decode_only or not one_each or len(logits_index) >= len(input_ids)
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: int) -> torch.Tensor:
             y = self.linear(x, weight, bias)
@@ -196,7 +199,7 @@ class FusedDecoder:
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up, None, site + 2)), layer.down, None, site + 3)
         x, _ = ops.add_rms_norm(x, residual, self._norm, eps)
-        if all_asked and not context.decode_only:
+        if all_asked and not every:
             x = x.index_select(0, logits_index)
         torch.mm(x, self._head.t(), out=out)
 

@@ -140,15 +140,32 @@ class SmallBatch:
 
     @torch.no_grad()
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, out: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        out: torch.Tensor,
+        logits_index: torch.Tensor | None = None,
     ) -> None:
-        """Logits ``out`` ``[T, V]`` of a step with ``context.decode_only`` and at most ``limit`` tokens."""
+        """Logits of a step of at most ``limit`` tokens whose sequences have few: ``context.decode_only``, or bounded by
+        ``context.max_query_len``.
+
+        Args:
+            input_ids, positions, context, out: see `gapless.model.base.CausalModel`.
+            logits_index: int64 ``[L]``, which of the tokens get logits; None for all, in order.
+        """
         configs = self.configs[bucket(input_ids.shape[0])]
         # The first kernel is an ordinary launch: whatever came before, the step begins after it.
         stream = embed(input_ids, self._embedding, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
             ahead = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
             stream = self.layer(layer, stream, ahead, positions, context.of(i), context.kv_caches[i], configs)
+        if logits_index is not None:  # an ordinary launch: it begins after all before it, and all after it begins later
+            squares = None if stream.squares is None else stream.squares.index_select(0, logits_index)
+            stream = Stream(
+                stream.residual.index_select(0, logits_index), stream.x.index_select(0, logits_index), squares
+            )
+            configs = self.configs[bucket(len(logits_index))]
         config = configs["head"]
         if config is None:
             torch.mm(self._plain_norm(stream, self._norm), self._head.t(), out=out)
@@ -288,24 +305,25 @@ def early_rope(
 def early_attend(
     q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams, pdl: int
 ) -> torch.Tensor:
-    """`gapless.attention.triton_decode.decode` of one query token a sequence, launched early."""
+    """`gapless.attention.triton_decode.decode` of all sequences, launched early."""
     _, hq, d = q.shape
     _, _, block, hk, _ = cache.shape
     g = hq // hk
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     config = decode_config(q.device, d, q.dtype)
-    plan = _get_plan(context, params, hk, 1, config)
+    most = 1 if context.decode_only else context.max_query_len or 1
+    plan = _get_plan(context, params, hk, most, config)
     w = plan.items.shape[0]
-    padded, rows = max(16, triton.next_power_of_2(d)), triton.next_power_of_2(g)
-    part = torch.empty((w, hk, g, d), dtype=torch.float32, device=q.device)
-    lse = torch.empty((w, hk, g), dtype=torch.float32, device=q.device)
+    padded, rows = max(16, triton.next_power_of_2(d)), triton.next_power_of_2(most * g)
+    part = torch.empty((w, hk, most * g, d), dtype=torch.float32, device=q.device)
+    lse = torch.empty((w, hk, most * g), dtype=torch.float32, device=q.device)
     keys = cache[0]
     softcap = params.softcap or 0.0
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _early_decode_kernel[(hk, w)](
         q, keys, cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse, out,
         params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
-        keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=padded, B=block, QMAX=1,
+        keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=padded, B=block, QMAX=most,
         MP=max(16, rows), RB=rows, CHUNK=max(1, min(16, 4096 // (rows * padded))), BN=config.block_n,
         WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=True, PDL=pdl, num_warps=config.warps,
         num_stages=config.stages, launch_pdl=True,

@@ -9,7 +9,7 @@ import torch
 
 from gapless.pipeline.layout import StepInputs
 from gapless.pipeline.masks import MaskInputs, apply_masks
-from gapless.pipeline.prepare import Arena, StepIndices, prepare
+from gapless.pipeline.prepare import Arena, StepIndices, apply_updates, prepare
 from gapless.plan import Feature, RowLayout
 from gapless.sampling.reference import sample_and_store
 
@@ -45,13 +45,21 @@ class Mask(Protocol):
     def __call__(self, inputs: MaskInputs, arena: torch.Tensor, layout: RowLayout) -> None: ...
 
 
+class ApplyUpdates(Protocol):
+    """See `gapless.pipeline.prepare.apply_updates`."""
+
+    def __call__(self, step: StepInputs, arena: Arena) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The two ends of a step, and what comes between them in a step that was held for its masks."""
+    """The two ends of a step; what comes between them in a step that was held for its masks; and a part of the first by
+    itself, for what comes before it in a step with drafts."""
 
     prepare: Prepare
     sample: Sample
     mask: Mask = apply_masks
+    apply_updates: ApplyUpdates = apply_updates
 
 
 def triton_kernels() -> Kernels:
@@ -59,7 +67,8 @@ def triton_kernels() -> Kernels:
     from gapless.pipeline import masks_triton, prepare_triton
     from gapless.sampling import triton
 
-    return Kernels(prepare_triton.prepare, triton.sample_and_store, masks_triton.apply_masks)
+    updates = prepare_triton.apply_updates
+    return Kernels(prepare_triton.prepare, triton.sample_and_store, masks_triton.apply_masks, updates)
 
 
 def reference_kernels() -> Kernels:

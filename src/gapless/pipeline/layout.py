@@ -64,7 +64,8 @@ class StepInputs:
     rows: torch.Tensor  # int32 [S]
     starts: torch.Tensor  # int32 [S]
     query_start_loc: torch.Tensor  # int32 [S + 1]
-    flags: torch.Tensor  # int32 [S], 1 where the sequence draws a token, 2 where it scores the prompt's next one
+    flags: torch.Tensor  # int32 [S]: 1 the sequence draws a token, 2 it scores the prompt's next one; in a step with
+    # drafts 4 the device knows where it starts, 8 it has drafts
     input_ids: torch.Tensor  # int32 [T]
     carry: torch.Tensor  # uint8 [T]
     updates: torch.Tensor  # int32 [U, 2], U is what the slot can hold at most

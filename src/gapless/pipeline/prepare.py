@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gapless.pipeline.layout import StepInputs
+from gapless.pipeline.layout import NUM_UPDATES, StepInputs
 from gapless.plan import NULL_BLOCK, RowLayout, Word
 
 
@@ -61,12 +61,16 @@ class StepIndices:
         )
 
 
-def prepare(step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices) -> None:
-    """The reference. Runs where host and device share memory: it reads true sizes from the header."""
-    num_tokens, num_seqs, num_updates = step.header[:3].tolist()  # sync-ok: the reference runs on a CPU only
-    updates = step.updates[:num_updates]
+def apply_updates(step: StepInputs, arena: Arena) -> None:
+    """``arena[word] = value`` for the step's changes. Twice is as good as once."""
+    updates = step.updates[: int(step.header[NUM_UPDATES])]  # sync-ok: the reference runs on a CPU only
     arena.words[updates[:, 0].long()] = updates[:, 1]
 
+
+def prepare(step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices) -> None:
+    """The reference. Runs where host and device share memory: it reads true sizes from the header."""
+    apply_updates(step, arena)
+    num_tokens, num_seqs = step.header[:2].tolist()  # sync-ok: the reference runs on a CPU only
     t = torch.arange(len(step.input_ids))
     real = t < num_tokens
     seq = torch.searchsorted(step.query_start_loc[1 : num_seqs + 1], t, right=True, out_int32=True).long()

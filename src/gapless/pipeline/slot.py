@@ -32,12 +32,14 @@ MAX_PAIRS = 1024
 class Slot:
     """Pinned region, device twin, output, pinned output twin, and the three events."""
 
-    def __init__(self, device: Device, index: int, num_tokens: int, num_seqs: int, max_updates: int) -> None:
+    def __init__(
+        self, device: Device, index: int, num_tokens: int, num_seqs: int, max_updates: int, width: int = 1
+    ) -> None:
         words = slot_words(num_tokens, num_seqs, max_updates)
         self.index = index
         self.host = device.host_buffer(4 * words, f"slot{index}.host").view(torch.int32)
         self.device = device.device_buffer((words,), torch.int32, f"slot{index}.device")
-        out = num_seqs * (1 + int(Record.COUNT))
+        out = num_seqs * width * (1 + int(Record.COUNT)) + (2 * num_seqs if width > 1 else 0)
         self.out = device.device_buffer((out,), torch.int32, f"slot{index}.out")
         self.out_host = device.host_buffer(4 * out, f"slot{index}.out_host").view(torch.int32)
         self.filling, self.reading = Access(writes=(self.host,)), Access(reads=(self.out_host,))
@@ -60,6 +62,8 @@ class Slot:
         w[loc] = 0
         np.cumsum(plan.query_lens, out=w[loc + 1 : loc + 1 + s])
         w[layout.flags : layout.flags + s] = plan.samples if plan.scores is None else plan.samples + 2 * plan.scores
+        if plan.drafts is not None and plan.follows is not None:
+            w[layout.flags : layout.flags + s] += 4 * plan.follows + 8 * plan.drafts
         if s < n_seqs:
             w[layout.rows + s : layout.rows + n_seqs] = null_row
             w[layout.starts + s : layout.starts + n_seqs] = 0
@@ -85,17 +89,25 @@ class Slot:
             pair = self._pairs[words] = (self.device[:words], self.host[:words])
         return pair
 
-    def tokens_out(self, padded: int) -> torch.Tensor:
-        """Where a step of ``padded`` sequences writes its tokens ``[S]``."""
-        return self.out[:padded]
+    def tokens_out(self, num_logits: int) -> torch.Tensor:
+        """Where a step writes the tokens of its logits: ``[S]``, with drafts ``[L]``."""
+        return self.out[:num_logits]
 
-    def records_out(self, padded: int) -> torch.Tensor:
-        """Where it writes log-probabilities ``[S, Record.COUNT]``: behind the tokens."""
-        return self.out[padded : padded * (1 + int(Record.COUNT))].view(padded, int(Record.COUNT))
+    def counts_out(self, padded: int, num_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a step with drafts writes how many of the tokens are true, and how many drafts there were: ``[S]``."""
+        first = num_logits
+        return self.out[first : first + padded], self.out[first + padded : first + 2 * padded]
 
-    def used_out(self, padded: int, records: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def records_out(self, num_logits: int, drafts_of: int = 0) -> torch.Tensor:
+        """Where it writes log-probabilities ``[L, Record.COUNT]``: behind all of these. ``drafts_of`` is the padded S
+        of a step with drafts."""
+        first = num_logits + 2 * drafts_of
+        return self.out[first : first + num_logits * int(Record.COUNT)].view(num_logits, int(Record.COUNT))
+
+    def used_out(self, num_logits: int, records: bool, drafts_of: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of the pinned output twin and of the output that the step's copy must bring back."""
-        words = padded * (1 + int(Record.COUNT)) if records else padded
+        words = num_logits * (1 + int(Record.COUNT)) if records else num_logits
+        words += 2 * drafts_of
         pair = self._out_pairs.get(words)
         if pair is None:
             pair = self._out_pairs[words] = (self.out_host[:words], self.out[:words])
@@ -109,6 +121,25 @@ class Slot:
         """The step's log-probabilities ``[S, Record.COUNT]``, copied. Only after `d2h_done`."""
         width = int(Record.COUNT)
         return self._out_words[padded : padded + num_seqs * width].reshape(num_seqs, width).copy()
+
+    def read_drafts(self, places: I32, padded: int, num_logits: int) -> I32:
+        """Of a step with drafts ``[S, W + 2]``: tokens, how many are true, how many drafts there were. A copy.
+
+        ``places [S, W]`` says which of the logits are each sequence's.
+        """
+        seqs, width = places.shape
+        brought = np.empty((seqs, width + 2), np.int32)
+        words = self._out_words
+        brought[:, :width] = words[places]
+        brought[:, width] = words[num_logits : num_logits + seqs]
+        brought[:, width + 1] = words[num_logits + padded : num_logits + padded + seqs]
+        return brought
+
+    def read_draft_records(self, places: I32, padded: int, num_logits: int) -> I32:
+        """Its log-probabilities ``[S, W, Record.COUNT]``, copied."""
+        first, size = num_logits + 2 * padded, int(Record.COUNT)
+        records: I32 = self._out_words[first : first + num_logits * size].reshape(num_logits, size)[places]
+        return records
 
 
 class Ring:

@@ -1,0 +1,77 @@
+"""Proposers for tests: drafts that are right as far as a chosen place, so that every acceptance length occurs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gapless.attention.context import AttentionContext
+from gapless.device.base import Device
+from gapless.pipeline.kernels import reference_kernels
+from gapless.plan import Feature, RowLayout, Word
+from gapless.speculative.base import DRAFTS, FOLLOWS, DraftKernels, Sequences, Speculation
+from gapless.speculative.steps import accept, expand, params_of, place
+
+
+class OracleProposer:
+    """Knows what every prompt is continued with, and spoils it from a random place on.
+
+    Args:
+        truths: whole sequences, prompt and continuation; found by the tokens that a row has so far.
+        num_drafts: K.
+        seed: of what is spoilt, together with the row's length: the same whenever it is asked.
+        vocab_size: spoilt drafts are other tokens of it.
+    """
+
+    samples = False
+    state: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, truths: list[list[int]], num_drafts: int, seed: int, vocab_size: int) -> None:
+        self._truths, self._num_drafts, self._seed, self._vocab = truths, num_drafts, seed, vocab_size
+
+    def propose(self, sequences: Sequences, features: Feature) -> None:
+        layout = sequences.layout
+        params = params_of(sequences.arena, layout)
+        table = sequences.arena[: layout.block_tables_at].view(layout.num_rows, layout.max_model_len)
+        for s, row in enumerate(sequences.rows.tolist()):
+            flags = int(sequences.flags[s])
+            if not flags & DRAFTS:
+                continue
+            length = int(params[row, Word.LENGTH]) if flags & FOLLOWS else int(sequences.starts[s]) + 1
+            drafts = self._drafts(table[row, :length].tolist())
+            table[row, length : length + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+            params[row, Word.NUM_DRAFTS] = len(drafts)
+
+    def _drafts(self, tokens: list[int]) -> list[int]:
+        rng = random.Random(f"{self._seed} {tokens}")
+        known = next((t for t in self._truths if t[: len(tokens)] == tokens), [])
+        right = known[len(tokens) :][: rng.randint(0, self._num_drafts)]
+        count = rng.choice([self._num_drafts, self._num_drafts, rng.randint(0, self._num_drafts)])
+        wrong = [rng.randrange(self._vocab) for _ in range(self._num_drafts)]
+        return (right + wrong)[:count]
+
+    def follow(self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> None:
+        pass
+
+    def drop_pool(self) -> None:
+        pass
+
+    def take_pool(self) -> None:
+        pass
+
+
+REFERENCE = DraftKernels(place, expand, accept)
+
+
+def oracle(truths: list[list[int]], num_drafts: int, seed: int, vocab_size: int) -> Speculation:
+    """For the harness."""
+
+    def make(device: Device, layout: RowLayout, num_blocks: Sequence[int], max_seqs: int) -> OracleProposer:
+        return OracleProposer(truths, num_drafts, seed, vocab_size)
+
+    return Speculation(num_drafts, REFERENCE, make)
+
+
+SAMPLE: Callable[..., None] = reference_kernels().sample
