@@ -154,6 +154,21 @@ def test_requests_may_opt_out_beside_others() -> None:
         assert before.steps == steps
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_rows_with_a_grammar_stand_beside_rows_with_drafts(depth: int) -> None:
+    pytest.importorskip("llguidance")
+    cases = [
+        {"temperature": 0, "max_tokens": 25},
+        {"temperature": 0, "max_tokens": 25, "structured_outputs": {"regex": "(ab|cd)+[0-9]{3}"}},
+    ]
+    with gapless.LLM(**options(pipeline_depth=depth, speculative=NGRAM)) as llm:
+        assert run(llm, cases) == truth(cases)
+        check_idle(llm)
+        _, stats = llm.stats()
+    assert stats.drafts is not None
+    assert stats.drafts.steps > 0
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
