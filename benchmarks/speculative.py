@@ -7,6 +7,7 @@
     edit      a file of code, to be written again with one name changed: the answer repeats the prompt
     extract   names out of a list of records: the answer repeats parts of the prompt
     loop      random ids, greedy: what a model with random weights falls into
+    ceiling   one token is allowed, so that every draft is right: the most that drafts can give
     fresh     random ids, drawn at a temperature of 4: text that never repeats; this is what drafts may cost
 
 With random weights there is no answer to a question, so ``edit`` and ``extract`` need a real model. Both engines share
@@ -99,9 +100,11 @@ def case(
             prompts = questions(kind, tokenizer, batch)
         else:
             prompts = random_ids(batch, vocab, args.prompt, 1000 * index + batch)
-        hot = {"temperature": 4.0} if kind == "fresh" else {"temperature": 0.0}
+        how: dict[str, Any] = {"temperature": 4.0 if kind == "fresh" else 0.0}
+        if kind == "ceiling":
+            how["allowed_token_ids"] = [20 + index]
         params = [
-            gapless.SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1000 * index + i, **hot)  # type: ignore[arg-type]
+            gapless.SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1000 * index + i, **how)
             for i in range(batch)
         ]
         found = {}
@@ -163,7 +166,7 @@ def main() -> None:
     if args.shape:
         half = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = random_model(args.shape, device, half if args.dtype == "auto" else getattr(torch, args.dtype))
-        kinds = ["loop", "fresh"]
+        kinds = ["ceiling", "loop", "fresh"]
     else:
         from gapless.client import find_tokenizer
 

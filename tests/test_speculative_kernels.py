@@ -202,7 +202,7 @@ def test_steps_are_the_brute_force(seed: int) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_triton_steps_are_the_brute_force(seed: int) -> None:
     from gapless.speculative import steps_triton
 
@@ -212,7 +212,7 @@ def test_triton_steps_are_the_brute_force(seed: int) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_triton_lookup_is_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from gapless.speculative import ngram_triton
 
@@ -235,7 +235,7 @@ def test_triton_lookup_is_the_reference(seed: int, monkeypatch: pytest.MonkeyPat
 
 
 @runs_kernels
-@pytest.mark.parametrize(("group", "width"), [(1, 9), (2, 5), (3, 3), (8, 9)])
+@pytest.mark.parametrize(("group", "width"), [(1, 9), (3, 3), (4, 5)])
 def test_triton_decode_of_rows_with_drafts(group: int, width: int) -> None:
     """The form that a step with drafts bakes in: every sequence has 1 or ``width`` tokens, and padding follows."""
     from gapless.attention.triton import attend

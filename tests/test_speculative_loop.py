@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from drafts import oracle
+from gapless.device.simulated import SimulatedDevice
 from gapless.pipeline.shapes import graph_shapes
 from gapless.request import FinishReason
 from gapless.speculative_config import SpeculativeConfig
-from harness import Job, Outcome, make_request, random_jobs, run_jobs
+from gapless.verify.choosers import RandomChooser
+from gapless.verify.races import RaceDetector
+from harness import Job, Outcome, SteppedEngine, make_parts, make_request, random_jobs, run_jobs
 from hash_model import EOS, HashModel
 
 ALWAYS: dict[str, Any] = {"min_accepted": 0}
@@ -140,6 +143,28 @@ def test_nothing_undeclared_is_touched_with_drafts(depth: int) -> None:
     truth = run_jobs([Job(j.request, j.at_step) for j in jobs], model, depth=1, max_num_seqs=2)
     outcome = with_drafts(jobs, model, truth, 2, 3, depth=depth, debug=True, num_blocks=9, max_num_seqs=2)
     assert outcome.tokens() == truth.tokens()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_legal_order_of_streams_changes_a_token_or_races(seed: int) -> None:
+    print(f"seed {seed}")
+    model, depth = HashModel(vocab_size=31), 2 + seed % 2
+
+    def jobs() -> list[Job]:
+        return [Job(make_request(i, [2 + i] * 9, 12), at_step=i) for i in range(3)]
+
+    options: dict[str, Any] = {"max_num_seqs": 2, "num_blocks": 9, "max_num_batched_tokens": 12, "max_model_len": 40}
+    truth = run_jobs(jobs(), model, depth=1, **options)
+    whole = [[*job.request.prompt_token_ids.tolist(), *truth.tokens()[job.request.id]] for job in jobs()]
+    config = SpeculativeConfig(num_speculative_tokens=2, **ALWAYS)
+    detector = RaceDetector()
+    device = SimulatedDevice(RandomChooser(seed), observer=detector)
+    scheduler, runner = make_parts(
+        model, device, depth=depth, speculative=config, speculation=oracle(whole, 2, seed, 31), **options
+    )
+    outcome = SteppedEngine(jobs(), scheduler, runner, depth, check=True).run()
+    assert outcome.tokens() == truth.tokens()
+    assert [str(race) for race in detector.races] == []
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.attention.triton import MAX_DECODE_ROWS
 from gapless.attention.triton_decode import LOG2E, _decode_kernel, _get_plan, decode_config
 from gapless.model import ops_triton
 from gapless.model.gemm_choice import Chooser, Product, bucket
@@ -224,7 +225,8 @@ class SmallBatch:
         self, qkv: torch.Tensor, layer: Layer, positions: torch.Tensor, context: AttentionContext, cache: torch.Tensor
     ) -> torch.Tensor:
         pdl = self._pdl if self._early_attention else OFF
-        if pdl == OFF:
+        rows = layer.num_heads // cache.shape[3] * (context.max_query_len or 1)
+        if pdl == OFF or rows > MAX_DECODE_ROWS:
             q = ops_triton.rope_qk_norm_kv_write(
                 qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads, cache.shape[3],
                 layer.q_norm, layer.k_norm, self._eps,
