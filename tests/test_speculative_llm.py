@@ -212,26 +212,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
         gapless.LLM(**options(speculative=config))
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_short_convolutions_forget_rejected_drafts(depth: int) -> None:
-    """Their inputs are paged by token, so that the next write to a position takes a rejected draft back."""
-    target = tiny("lfm2", vocab_size=len(tokenizer()))
-    case = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    with gapless.LLM(**options(model=target, pipeline_depth=1)) as llm:
-        expected = run(llm, [case])
-    with gapless.LLM(**options(model=target, pipeline_depth=depth, speculative=NGRAM, num_kv_blocks=30)) as llm:
-        assert run(llm, [case]) == expected
-        drafts = llm.stats()[1].drafts
-        assert drafts is not None
-        assert 0 < sum(drafts.accepted) < sum(drafts.proposed)
-
-
-def test_a_recurrent_state_is_refused() -> None:
-    target = tiny("qwen4_exp", vocab_size=len(tokenizer()))
-    with pytest.raises(ConfigError, match="cannot go back to before a rejected draft"):
-        gapless.LLM(**options(model=target, speculative=NGRAM))
-
-
 def test_a_bad_opt_out_is_refused() -> None:
     with pytest.raises(RequestError, match="speculative=1"):
         SamplingParams(speculative=1)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ ALWAYS: dict[str, Any] = {"min_accepted": 0}
 
 
 def with_drafts(
-    jobs: list[Job], model: HashModel, truth: Outcome, k: int, seed: int, *, depth: int, **options: Any
+    jobs: list[Job], model: Any, truth: Outcome, k: int, seed: int, *, depth: int, **options: Any
 ) -> Outcome:
     """The same jobs with an oracle's drafts, spoilt at random places."""
     whole = [[*job.request.prompt_token_ids.tolist(), *truth.tokens()[job.request.id]] for job in jobs]
@@ -143,6 +143,29 @@ def test_nothing_undeclared_is_touched_with_drafts(depth: int) -> None:
     truth = run_jobs([Job(j.request, j.at_step) for j in jobs], model, depth=1, max_num_seqs=2)
     outcome = with_drafts(jobs, model, truth, 2, 3, depth=depth, debug=True, num_blocks=9, max_num_seqs=2)
     assert outcome.tokens() == truth.tokens()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen4_exp"])
+def test_layers_that_are_not_attention_forget_rejected_drafts(kind: str, depth: int) -> None:
+    """Inputs of short convolutions are paged by token, n-grams are read in the token table, and a recurrent state is
+    kept for each place to which a step may go back."""
+    from gapless.model.adapter import TransformersModel
+    from models import tiny
+
+    k, module = 3, tiny(kind)
+
+    def jobs() -> list[Job]:
+        return [Job(make_request(i, list(range(5 + i, 9 + 5 * i)), 14), at_step=i) for i in range(3)]
+
+    options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 2, "max_model_len": 48}
+    truth = run_jobs(jobs(), TransformersModel(module), depth=1, **options)
+    model: Any = TransformersModel(module, num_drafts=k)
+    outcome = with_drafts(jobs(), model, truth, k, 7, depth=depth, **options)
+    assert outcome.tokens() == truth.tokens()
+    drafts = outcome.stats.drafts
+    assert drafts is not None
+    assert 0 < sum(drafts.accepted) < sum(drafts.proposed)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -245,6 +245,7 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
             max_model_len=config.max_model_len,
             probe=config.check_model,
             ple_tables_on_host=config.ple_tables_on_host,
+            num_drafts=config.num_drafts,
         )
         return loaded.model, Weights(loaded.model.module, theirs)
     from gapless.attention import triton as attention
@@ -260,6 +261,7 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
         max_model_len=config.max_model_len,
         probe=config.check_model,
         ple_tables_on_host=config.ple_tables_on_host,
+        num_drafts=config.num_drafts,
     ).model
     try:
         fused = fuse(
@@ -302,10 +304,10 @@ def _draft_model(config: EngineConfig, model: CausalModel, device: torch.device)
     """The second model of ``speculative``, if it has one; both must be such that a rejected draft leaves no trace."""
     if config.speculative is None:
         return None
-    if not all(spec.paged for spec in model.kv_specs):
+    if any(isinstance(spec, StateSpec) and spec.slots <= config.num_drafts for spec in model.kv_specs):
         raise ConfigError(
-            f"speculative={config.speculative.method} does not work with {model.name}: it has layers with a state that "
-            "cannot go back to before a rejected draft. Leave speculative out"
+            f"speculative={config.speculative.method} does not work with {model.name}: it has layers whose state "
+            f"cannot go back over {config.num_drafts} rejected drafts. Leave speculative out"
         )
     if config.speculative.model is None:
         return None

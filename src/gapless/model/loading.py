@@ -61,6 +61,7 @@ def load_model(
     max_model_len: int | None = None,
     probe: bool = True,
     ple_tables_on_host: bool = False,
+    num_drafts: int = 0,
 ) -> LoadedModel:
     """Load, check and wrap a model.
 
@@ -77,6 +78,7 @@ def load_model(
         probe: compare prefill and decode with the model's own attention; see `gapless.model.probe`.
         ple_tables_on_host: leave tables of n-grams in host memory; see `gapless.model.ple_host`. A model object has
             them there already, or is refused.
+        num_drafts: most tokens of a step that may be taken back.
 
     Raises:
         ConfigError: nothing can be loaded from ``model``, or ``dtype`` is unknown.
@@ -111,7 +113,9 @@ def load_model(
         name = Path(str(model)).name if Path(source).exists() else str(model)
     if ple_tables_on_host and not ple_tables(module):
         raise ConfigError(f"ple_tables_on_host=True: {type(module).__name__} has no per-layer embeddings of n-grams")
-    wrapped = TransformersModel(module, attention=attention, name=name, max_model_len=max_model_len)
+    wrapped = TransformersModel(
+        module, attention=attention, name=name, max_model_len=max_model_len, num_drafts=num_drafts
+    )
     if probe:
         probe_parity(wrapped)
     return LoadedModel(wrapped, source, time.perf_counter() - start, wrapped.weight_bytes / 2**30)
