@@ -102,6 +102,18 @@ def test_a_mixed_batch_equals_peft(setting: Setting, depth: int) -> None:
     assert len(alone) == 4, "the adapters must change the answer, or the test says nothing"
 
 
+def test_drafts_of_the_plain_model_are_verified_with_the_adapter(llama: Setting) -> None:
+    work = mix(6, seed=3, longest=20)
+    config = {"method": "draft_model", "model": llama.model, "num_speculative_tokens": 3, "min_accepted": 0}
+    with llama.llm("a", "b", "c", pipeline_depth=2, speculative=config) as llm:
+        got = run(llm, work)
+        drafts = llm.stats()[1].drafts
+        check_idle(llm)
+    assert got == [llama.expected(*item) for item in work]
+    assert drafts is not None
+    assert 0 < sum(drafts.accepted) < sum(drafts.proposed)
+
+
 def test_preempted_rows_keep_their_adapter(setting: Setting) -> None:
     work = mix(8, seed=2, longest=30)
     with setting.llm("a", "b", "c", num_kv_blocks=13) as llm:

@@ -118,8 +118,8 @@ class DraftModelProposer:
         tables = arena[layout.block_tables_at : layout.params_at]
         tables = tables.view(layout.num_groups, layout.num_rows, layout.max_blocks)
         at = (length[:, None] - new + torch.arange(new, device=device, dtype=torch.int32)).flatten().long()  # [T]
-        rows = row.repeat_interleave(new, output_size=seqs * new).long()
-        inside = at < limit.repeat_interleave(new, output_size=seqs * new)
+        rows = row[:, None].expand(-1, new).flatten().long()
+        inside = at < limit[:, None].expand(-1, new).flatten()
         ids = table[rows, at].long()
         blocks = tables[:, rows, at // size].long()
         every = torch.arange(seqs + 1, device=device, dtype=torch.int32)
