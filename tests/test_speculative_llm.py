@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -68,6 +69,33 @@ def test_a_stop_string_inside_an_accepted_run_ends_text_ids_and_log_probabilitie
     with gapless.LLM(**options(pipeline_depth=2, speculative=same_model)) as llm:
         assert run(llm, cases) == truth(cases)
         check_idle(llm)
+
+
+def test_a_stream_gets_every_token_of_a_run_once() -> None:
+    """Several tokens come in one step: pieces add up, log-probabilities with them, and a stop string is never sent."""
+    same_model = {"method": "draft_model", "model": model(), "num_speculative_tokens": 4}
+    case = {"temperature": 0, "max_tokens": 40, "logprobs": 1, "ignore_eos": True}
+    ((text, ids, *_),) = truth([case], ["hello"])
+    stop = text[len(text) // 2 :][:3]
+    ((cut, cut_ids, *_),) = truth([{**case, "stop": stop}], ["hello"])
+
+    async def pieces(llm: gapless.AsyncLLM, **more: Any) -> list[Any]:
+        return [o.outputs[0] async for o in llm.generate("hello", SamplingParams(**case, **more), mode="delta")]
+
+    async def whole() -> None:
+        llm = gapless.AsyncLLM(**options(pipeline_depth=2, speculative=same_model))
+        try:
+            got = await pieces(llm)
+            assert "".join(p.text for p in got) == text
+            assert [i for p in got for i in p.token_ids] == ids
+            assert [next(iter(d)) for p in got for d in p.logprobs or ()] == ids
+            assert max(len(p.token_ids) for p in got) > 1
+            got = await pieces(llm, stop=stop)
+            assert ("".join(p.text for p in got), [i for p in got for i in p.token_ids]) == (cut, cut_ids)
+        finally:
+            llm.close()
+
+    asyncio.run(whole())
 
 
 @pytest.mark.parametrize(("depth", "perfect"), [(1, False), (3, True), (4, False)])
