@@ -113,3 +113,20 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     server = Server(tmp_path, tmp_path / "log")
     assert server.process.wait(60) == 2
     assert "no config.json" in server.log
+
+
+def test_drafts_over_http() -> None:
+    """The option reaches the engine's process, a request may opt out, and the counters come back."""
+    from live_server import MODEL, LiveServer
+
+    server = LiveServer(engine={"speculative": "ngram,min_ngram=1,min_accepted=0"}).wait_ready()
+    try:
+        body = {"model": MODEL, "prompt": "ab ab ab ab", "max_tokens": 20, "temperature": 0}
+        first = server.post("/v1/completions", body)
+        assert first.status_code == 200, first.text
+        again = server.post("/v1/completions", {**body, "speculative": False})
+        assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+        text = server.client.get("/metrics").text
+        assert "spec_decode_num_accepted_tokens_per_pos" in text
+    finally:
+        server.stop()

@@ -152,7 +152,7 @@ class EngineServer:
             options=asdict(built.config),
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
-            longest=built.scheduler.blocks.longest,
+            longest=built.scheduler.longest,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             adapters=loaded,

@@ -161,19 +161,13 @@ class RemoteEngine:
 class RemoteScheduler:
     """What `EngineClient` asks of a scheduler."""
 
-    @dataclass(frozen=True, slots=True)
-    class Blocks:
-        """Its `RowBlocks`."""
-
-        longest: int
-
     def __init__(self, longest: int) -> None:
-        self.blocks = self.Blocks(longest)
+        self.longest = longest
         self.stats = SchedulerStats()
 
     def refuse_what_never_fits(self, prompt_len: int, max_tokens: int) -> None:
         """As `Scheduler.refuse_what_never_fits`."""
-        longest = self.blocks.longest
+        longest = self.longest
         if prompt_len + max_tokens > longest:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together "

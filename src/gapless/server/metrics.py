@@ -242,6 +242,16 @@ class Metrics(Collector):
             ("gpu_busy_seconds", "Time in which a step ran on the device.", engine.busy),
         ):
             yield counter(name, text, {"": float(value)})
+        if (drafts := scheduler.drafts) is not None:
+            places = {str(i): float(n) for i, n in enumerate(drafts.accepted)}
+            for name, text, total in (
+                ("spec_decode_num_drafts", "Steps of a row that had drafts.", drafts.steps),
+                ("spec_decode_num_draft_tokens", "Drafts.", sum(drafts.proposed)),
+                ("spec_decode_num_accepted_tokens", "Drafts that were right.", sum(drafts.accepted)),
+            ):
+                yield counter(name, text, {"": float(total)})
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            yield counter(name, "Drafts that were right, by their place.", places, "position")
         idle = {"host": engine.idle_host, "masks": engine.idle_masks, "no_work": engine.idle_no_work}
         yield counter("gpu_idle_seconds", "Time in which the device had nothing to do.", idle, "cause")
         host = dict(engine.host)

@@ -63,6 +63,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    speculative: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -89,6 +90,7 @@ _PLAIN = (
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
+    "speculative",
 )
 """Fields that `SamplingParams` has under the same name."""
 
