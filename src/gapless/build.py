@@ -24,7 +24,7 @@ from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.grammar.compiler import available
 from gapless.kv.groups import KVGroup, group_windows, kv_groups
 from gapless.kv.sizing import given_blocks, split_memory
-from gapless.kv.spec import StateSpec
+from gapless.kv.spec import KVSpec, StateSpec
 from gapless.lora.bank import AdapterBank
 from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
@@ -137,6 +137,7 @@ def _build(
         raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
     config = dataclasses.replace(config, max_model_len=longest)
     draft_model = _draft_model(config, model, device)
+    _check_states(model, config.num_drafts)
     specs = model.kv_specs if draft_model is None else (*model.kv_specs, *draft_model.kv_specs)
     windows = group_windows(specs, longest)
     groups = kv_groups(specs, windows)
@@ -302,17 +303,16 @@ def _adapters(model: CausalModel, config: EngineConfig, device: torch.device) ->
 
 def _draft_model(config: EngineConfig, model: CausalModel, device: torch.device) -> CausalModel | None:
     """The second model of ``speculative``, if it has one; both must be such that a rejected draft leaves no trace."""
-    if config.speculative is None:
-        return None
-    if any(isinstance(spec, StateSpec) and spec.slots <= config.num_drafts for spec in model.kv_specs):
-        raise ConfigError(
-            f"speculative={config.speculative.method} does not work with {model.name}: it has layers whose state "
-            f"cannot go back over {config.num_drafts} rejected drafts. Leave speculative out"
-        )
-    if config.speculative.model is None:
+    if config.speculative is None or config.speculative.model is None:
         return None
     draft, _ = _model(config.speculative.model, config, device)
     logger.info("drafts: %s, %.2f GiB of weights", draft.name, draft.weight_bytes / GIB)
+    odd = sorted({spec.kind.value for spec in draft.kv_specs if not isinstance(spec, KVSpec)})
+    if odd:
+        raise ConfigError(
+            f"speculative.model={draft.name} keeps {', '.join(odd)}: only decoders with attention in all layers can "
+            "draft. Use another draft model, or method=ngram"
+        )
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative.model={draft.name} has a vocabulary of {draft.vocab_size} tokens, and {model.name} one of "
@@ -326,6 +326,16 @@ def _draft_model(config: EngineConfig, model: CausalModel, device: torch.device)
     if not all(spec.paged for spec in draft.kv_specs):
         raise ConfigError(f"speculative.model={draft.name} has layers with a state: use one that has attention alone")
     return draft
+
+
+def _check_states(model: CausalModel, num_drafts: int) -> None:
+    """A row can go back as many tokens as it has states besides the newest."""
+    slots = min((spec.slots for spec in model.kv_specs if isinstance(spec, StateSpec)), default=num_drafts + 1)
+    if slots <= num_drafts:
+        raise ConfigError(
+            f"speculative.num_speculative_tokens={num_drafts}: {model.name} was made with states for {slots - 1} "
+            "tokens that may be taken back. Make it with num_drafts as large, or hand in the transformers model"
+        )
 
 
 def _num_blocks(
