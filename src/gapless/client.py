@@ -204,13 +204,14 @@ class EngineClient:
                 made = self._requests(submission, loras[i])
                 groups.append(self._group(submission, made))
             requests.extend(made)
-        for group in groups:
-            self._outputs.add(group)
-            with self._lock:
-                self._groups.setdefault(group.request_id, []).append(group)
         for request, group in zip(requests, (g for g in groups for _ in g.ids), strict=True):
             request.streaming = group.needs_tokens
-        self._engine.submit(requests)
+        for group in groups:
+            self._outputs.add(group)
+        with self._lock:  # who finds a label below can end it: its requests are before the abort in the inbox
+            for group in groups:
+                self._groups.setdefault(group.request_id, []).append(group)
+            self._engine.submit(requests)
         return groups
 
     def abort(self, request_id: str) -> None:
