@@ -1,0 +1,376 @@
+"""An engine that is driven turn by turn, and a model of what every request must see. For `test_state_machine.py`.
+
+The loop is the engine's own, made a generator; runner, slots and kernels are real, on the simulated device. The model
+knows what was asked and what the plans say was computed when; it works out each token from that alone.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import textwrap
+from collections.abc import Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fast_kernels import KERNELS, FastHashModel
+from gapless.config import EngineConfig
+from gapless.device.simulated import SimulatedDevice
+from gapless.engine import Engine, StepResult
+from gapless.messages import Finished, StepMessage
+from gapless.pipeline.runner import Runner
+from gapless.pipeline.shapes import EXACT
+from gapless.pipeline.sleeping import put_to_sleep, wake
+from gapless.plan import Feature, RowLayout, StepPlan, Word
+from gapless.request import FinishReason, Request
+from gapless.row_words import request_updates
+from gapless.sampling.reference import sample
+from gapless.scheduler import Scheduler
+from gapless.verify.choosers import RandomChooser
+
+VOCAB = 61
+BAD = 60
+"""A sequence that holds this token has no finite logits. The model never chooses it."""
+MAX_TURNS = 3000
+
+
+class TwoPeaks(FastHashModel):
+    """Its weights are one number, which each token leaves in the cache. The second most likely token is close behind
+    the first, so that a penalty changes the choice."""
+
+    salt = 0
+
+    def forward(self, input_ids: torch.Tensor, *rest: Any) -> None:
+        super().forward(input_ids + VOCAB * self.salt, *rest)
+
+    def finish(self, s: int, keys: np.ndarray, values: np.ndarray, logits: np.ndarray) -> None:
+        super().finish(s, keys, values, logits)
+        first = int(logits[s].argmax())
+        logits[s] = self.row(first, bool((keys[:, 0] % VOCAB == BAD).any()))
+
+    @staticmethod
+    def row(first: int, bad: bool) -> np.ndarray:
+        logits = np.zeros(VOCAB, np.float32)
+        first %= BAD
+        logits[(31 * first + 7) % BAD] = 19
+        logits[first] = 20
+        return np.full(VOCAB, np.nan, np.float32) if bad else logits
+
+
+@dataclass
+class Tracked:
+    """What the model knows of a request.
+
+    Attributes:
+        versions: of the weights that computed each position's key and value.
+        first: the oldest of all versions that a token of the output rests on.
+        stop_at: the consumer ends the request when it sees this token, as a stop string does.
+        may_abort: somebody has asked for its end.
+        due: how it must end in this very turn.
+    """
+
+    request: Request
+    stop_at: int | None = None
+    drawn: list[int] = field(default_factory=list)
+    streamed: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    first: int | None = None
+    last: int | None = None
+    may_abort: bool = False
+    due: FinishReason | None = None
+    end: Finished | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        prompt: list[int] = self.request.prompt_token_ids.tolist()
+        return prompt + self.drawn
+
+
+class Sleeper:
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def sleep(self, level: int) -> None:
+        put_to_sleep(self.runner)
+
+    def wake(self) -> None:
+        wake(self.runner)
+
+
+def by_turns() -> Any:
+    """`Engine._loop` as a generator that stops after each turn."""
+    source = textwrap.dedent(inspect.getsource(Engine._loop))
+    last = "        self._publish()\n"
+    assert source.endswith(last), "the loop has changed, so change this"
+    source = source.removesuffix(last) + last + "        yield\n"
+    names: dict[str, Any] = {}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(source, "<Engine._loop by turns>", "exec", flags), Engine._loop.__globals__, names)
+    return names["_loop"]
+
+
+class DrivenEngine(Engine):
+    """Each phase is watched; see the module."""
+
+    loop_by_turns = by_turns()
+
+    def __init__(self, *, depth: int, num_blocks: int, seed: int, **options: Any) -> None:
+        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}
+        config = EngineConfig(**{**defaults, **options})
+        assert config.max_model_len is not None
+        self.model = TwoPeaks(VOCAB)
+        self.layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, VOCAB)
+        self.device = SimulatedDevice(RandomChooser(seed))
+        runner = Runner(
+            self.device,
+            self.model,
+            self.layout,
+            num_blocks=num_blocks,
+            depth=depth,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_updates=6000,
+            kernels=KERNELS,
+            shapes=EXACT,
+        )
+        scheduler = Scheduler(config, self.layout, num_blocks)
+        super().__init__(scheduler, runner, depth, self.take, self.died, check=True)
+        self.runner = runner
+        self.sleeper = Sleeper(runner)
+        self.requests: dict[int, Tracked] = {}
+        self.futures: list[tuple[str, Future[Any]]] = []
+        self.flying: list[tuple[StepPlan, dict[int, tuple[int, list[int]]]]] = []
+        self.block_of: dict[int, tuple[bytes, int]] = {}  # whose salt computed a block last, and in which epoch
+        self.epoch = 0  # of the prefix cache
+        self.reused = 0  # blocks that were found
+        self.turns: Generator[None, None, None] = type(self).loop_by_turns(self)
+
+    def died(self, error: BaseException) -> None:
+        raise error
+
+    # ---- what is asked --------------------------------------------------------------------------------------------
+
+    def ask_for(self, what: str, start: Any) -> None:
+        """A message with a future, which must be done when no step is in flight, and by the end at the latest."""
+        done: Future[Any] = Future()
+
+        def ended(done: Future[Any]) -> None:
+            assert not self.flying or what == "pause finish", f"{what} is over while steps are in flight"
+
+        done.add_done_callback(ended)
+        self.futures.append((what, done))
+        self._put(lambda: start(done))
+
+    def add(self, tracked: Tracked) -> None:
+        self.scheduler.refuse_what_never_fits(len(tracked.request.prompt_token_ids), tracked.request.max_tokens)
+        self.requests[tracked.request.id] = tracked
+        self.submit([tracked.request])
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self.requests:
+            self.requests[request_id].may_abort = True
+        self.finish(request_id, FinishReason.ABORT)
+
+    def pause(self, mode: Any) -> None:
+        def start(done: Future[None]) -> None:
+            if mode == "abort":
+                for tracked in self.requests.values():
+                    tracked.may_abort = True
+            self.control.pause(mode, done)
+
+        self.ask_for(f"pause {mode}", start)
+
+    def resume(self) -> None:
+        self._put(self.control.resume)
+
+    def sleep(self) -> None:
+        def forget() -> None:
+            self.epoch += 1
+
+        self.ask_for("sleep", lambda done: self.control.sleep(1, self.sleeper, done))
+        self.ask_for("after sleep", lambda done: self.control.alone(forget, done))
+
+    def wake(self) -> None:
+        self._put(lambda: self.control.wake(self.sleeper))
+
+    def update(self, recompute: bool) -> None:
+        def change() -> int:
+            self.model.salt += 1
+            self.epoch += 1
+            return self.scheduler.new_weights(recompute=recompute)
+
+        self.ask_for("update", lambda done: self.control.alone(change, done))
+
+    def reset(self) -> None:
+        def forget() -> None:
+            self.scheduler.reset_prefix_cache()
+            self.epoch += 1
+
+        self._put(forget)
+
+    # ---- turns ----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        self._put(lambda: None)  # an idle loop waits for a message
+        next(self.turns)
+        self.scheduler.check()
+        for tracked in self.requests.values():
+            assert tracked.due is None or tracked.end is not None, f"{tracked} has not ended"
+
+    @property
+    def idle(self) -> bool:
+        return not (self.flying or self.scheduler.has_requests or not self._inbox.empty())
+
+    def settle(self) -> None:
+        """Let everything end; nothing may be left."""
+        self.wake()
+        self.resume()
+        for _ in range(MAX_TURNS):
+            self.turn()
+            if not self.flying and self.control.held:  # a pause or sleep that waited for steps has begun only now
+                self.wake()
+                self.resume()
+            elif self.idle and all(done.done() for _, done in self.futures):
+                break
+        else:
+            raise AssertionError(f"still running: {[t for t in self.requests.values() if t.end is None]}")
+        for what, done in self.futures:
+            assert done.exception() is None, what
+        assert all(tracked.end is not None for tracked in self.requests.values())
+        scheduler = self.scheduler
+        scheduler.check()
+        assert scheduler.pool.available == scheduler.pool.capacity
+        assert scheduler.rows.num_free == len(scheduler.rows.requests)
+        assert scheduler.stats.requests_finished == len(self.requests)
+        stats = scheduler.snapshot()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+        assert self.device.copies.h2d == self.device.copies.d2h == stats.steps
+        drawn = sum(len(t.drawn) for t in self.requests.values())
+        assert stats.generated_tokens == drawn
+
+    # ---- what is seen ---------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> tuple[Any, bool]:
+        assert not self.control.held, "a step in a pause or a sleep"
+        words = plan.updates[:, 0]
+        assert len(np.unique(words)) == len(words), "a word is named twice"
+        r, size, now = self.scheduler.rows, self.layout.block_size, self.model.salt
+        draws: dict[int, tuple[int, list[int]]] = {}
+        for s, row in enumerate(plan.rows.tolist()):
+            tracked = self.requests[int(r.ids[row])]
+            start = int(plan.starts[s])
+            end = start + int(plan.query_lens[s])
+            versions = tracked.versions
+            if not versions or tracked.preemptions != r.preemptions[row]:
+                tracked.preemptions = int(r.preemptions[row])
+                key = tracked.request.cache_key
+                for block in r.block_tables[row, : start // size].tolist():
+                    assert self.block_of[block] == (key, self.epoch), "a block of another salt, or of before a reset"
+                    self.reused += 1
+                versions[:] = [now] * start
+            assert start <= len(versions), "positions are left out"
+            versions[start:] = [now] * (end - start)
+            for block in r.block_tables[row, start // size : -(-end // size)].tolist():
+                assert block != 0
+                self.block_of[block] = (tracked.request.cache_key, self.epoch)
+            if plan.samples[s]:
+                draws[tracked.request.id] = (end, list(versions))
+        self.flying.append((plan, draws))
+        return super()._launch(plan)
+
+    def _commit(self, result: StepResult) -> None:
+        plan, draws = self.flying.pop(0)
+        assert plan is result.plan
+        r = self.scheduler.rows
+        if self.scheduler._steady is not None:
+            self.scheduler._steady.flush()
+        live = {int(r.ids[row]) for row in plan.rows.tolist() if not r.finished[row]}
+        drew = plan.samples.nonzero()[0]
+        for s, (request_id, (place, versions)) in zip(drew.tolist(), draws.items(), strict=True):
+            if request_id in live:
+                self.drew(self.requests[request_id], place, versions, int(result.tokens[s]))
+        super()._commit(result)
+
+    def drew(self, tracked: Tracked, place: int, versions: list[int], token: int) -> None:
+        request, tokens = tracked.request, tracked.tokens
+        assert place == len(tokens), "a token of another position"
+        want = expected(self.model, request, self.layout, tokens, versions)
+        assert token == want, f"{request.id} at {place}: {token} instead of {want}"
+        assert tracked.due is None
+        if token < 0:
+            tracked.due = FinishReason.ERROR
+            return
+        tracked.drawn.append(token)
+        tracked.last = versions[-1]
+        tracked.first = min(versions) if tracked.first is None else min(tracked.first, *versions)
+        if token in request.stop_token_ids:
+            tracked.due = FinishReason.STOP
+        elif len(tracked.drawn) == request.max_tokens:
+            tracked.due = FinishReason.LENGTH
+
+    def take(self, message: StepMessage) -> None:
+        if message.prompts is not None:
+            for i, position in zip(message.prompts.ids.tolist(), message.prompts.positions.tolist(), strict=True):
+                tracked = self.requests[i]
+                assert tracked.end is None
+                tracked.scored.append(position)
+        for i, token in zip(message.ids.tolist(), message.tokens.tolist(), strict=True):
+            tracked = self.requests[i]
+            assert tracked.end is None, "a token after the end"
+            assert tracked.request.streaming
+            tracked.streamed.append(token)
+            assert tracked.streamed == tracked.drawn[: len(tracked.streamed)]
+            if token == tracked.stop_at and not tracked.may_abort:
+                self.abort(i)
+        for end in message.finished:
+            self.ended(self.requests[end.id], end)
+
+    def ended(self, tracked: Tracked, end: Finished) -> None:
+        assert tracked.end is None, "a second end"
+        tracked.end = end
+        request = tracked.request
+        assert end.token_ids.tolist() == tracked.drawn
+        if end.reason is FinishReason.ABORT:
+            assert tracked.may_abort
+            assert tracked.due is None
+        else:
+            assert end.reason is tracked.due
+            if request.streaming:
+                assert tracked.streamed == tracked.drawn
+            if request.prompt_logprobs is not None and tracked.due is not FinishReason.ERROR:
+                assert tracked.scored == list(range(1, len(request.prompt_token_ids)))
+        assert tracked.scored == list(range(1, len(tracked.scored) + 1))
+        assert (end.stop_token is not None) == (end.reason is FinishReason.STOP)
+        assert (end.error is not None) == (end.reason is FinishReason.ERROR)
+        if tracked.drawn:
+            assert end.weight_versions[1] == tracked.last
+            assert tracked.first is not None
+            assert end.weight_versions[0] <= tracked.first
+            if not end.num_preemptions and request.prompt_logprobs is None:
+                assert end.weight_versions[0] == tracked.first
+
+
+def expected(model: TwoPeaks, request: Request, layout: RowLayout, tokens: list[int], versions: list[int]) -> int:
+    """The next token, -1 for none: from the tokens so far and the weights that read each of them."""
+    assert len(versions) == len(tokens)
+    first = model.next_token([t + VOCAB * v for t, v in zip(tokens, versions, strict=True)])
+    logits = torch.from_numpy(model.row(first, BAD in tokens))[None]
+    params, place = request.params, len(tokens)
+    if bool(logits.isnan().any()):
+        return -1
+    if params.repetition_penalty != 1:
+        logits[0, sorted(set(tokens))] /= params.repetition_penalty
+    if place < len(request.prompt_token_ids) + params.min_tokens:
+        logits[0, list(request.stop_token_ids)] = -torch.inf
+    if not params.temperature:
+        return int(logits.argmax())
+    words = torch.zeros(1, int(Word.COUNT), dtype=torch.int32)
+    for word, value in request_updates(request, layout, 0).tolist():
+        if 0 <= word - layout.params_at < int(Word.COUNT):
+            words[0, word - layout.params_at] = value
+    return int(sample(logits, words, torch.tensor([place]), Feature.SAMPLE | Feature.FILTER))
