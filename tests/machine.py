@@ -17,20 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from fast_kernels import KERNELS, FastHashModel
+from fast_kernels import KERNELS, FastHashModel, FastWindowModel
 from gapless.config import EngineConfig
 from gapless.device.simulated import SimulatedDevice
 from gapless.engine import Engine, StepResult
+from gapless.kv.groups import group_windows
 from gapless.messages import Finished, StepMessage
 from gapless.pipeline.runner import Runner
 from gapless.pipeline.shapes import EXACT
 from gapless.pipeline.sleeping import put_to_sleep, wake
-from gapless.plan import Feature, RowLayout, StepPlan, Word
+from gapless.plan import NULL_BLOCK, Feature, RowLayout, StepPlan, Word
 from gapless.request import FinishReason, Request
 from gapless.row_words import request_updates
 from gapless.sampling.reference import sample
 from gapless.scheduler import Scheduler
 from gapless.verify.choosers import RandomChooser
+from grammars import allowed
 
 VOCAB = 61
 BAD = 60
@@ -49,16 +51,29 @@ class TwoPeaks(FastHashModel):
 
     def finish(self, s: int, keys: np.ndarray, values: np.ndarray, logits: np.ndarray) -> None:
         super().finish(s, keys, values, logits)
-        first = int(logits[s].argmax())
-        logits[s] = self.row(first, bool((keys[:, 0] % VOCAB == BAD).any()))
+        logits[s] = peaks(int(logits[s].argmax()), bool((keys[:, 0] % VOCAB == BAD).any()))
 
-    @staticmethod
-    def row(first: int, bad: bool) -> np.ndarray:
-        logits = np.zeros(VOCAB, np.float32)
-        first %= BAD
-        logits[(31 * first + 7) % BAD] = 19
-        logits[first] = 20
-        return np.full(VOCAB, np.nan, np.float32) if bad else logits
+
+class TwoPeaksWindows(FastWindowModel):
+    """The same with groups of layers, two of them with windows. It does not know `BAD`."""
+
+    salt = 0
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Any, index: Any, out: Any) -> None:
+        super().forward(input_ids + VOCAB * self.salt, positions, context, index, out)
+        for row in out.numpy():
+            row[:] = peaks(int(row.argmax()), False)
+
+
+def peaks(first: int, bad: bool) -> np.ndarray:
+    """Logits of one sequence whose hash is ``first``."""
+    if bad:
+        return np.full(VOCAB, np.nan, np.float32)
+    logits = np.zeros(VOCAB, np.float32)
+    first %= BAD
+    logits[(31 * first + 7) % BAD] = 19
+    logits[first] = 20
+    return logits
 
 
 @dataclass
@@ -68,6 +83,7 @@ class Tracked:
     Attributes:
         versions: of the weights that computed each position's key and value.
         first: the oldest of all versions that a token of the output rests on.
+        grammar: what its output must match, if anything.
         stop_at: the consumer ends the request when it sees this token, as a stop string does.
         may_abort: somebody has asked for its end.
         due: how it must end in this very turn.
@@ -75,6 +91,7 @@ class Tracked:
 
     request: Request
     stop_at: int | None = None
+    grammar: str | None = None
     drawn: list[int] = field(default_factory=list)
     streamed: list[int] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
@@ -120,12 +137,13 @@ class DrivenEngine(Engine):
 
     loop_by_turns = by_turns()
 
-    def __init__(self, *, depth: int, num_blocks: int, seed: int, **options: Any) -> None:
+    def __init__(self, *, depth: int, num_blocks: int, seed: int, windows: bool, **options: Any) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}
         config = EngineConfig(**{**defaults, **options})
         assert config.max_model_len is not None
-        self.model = TwoPeaks(VOCAB)
-        self.layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, VOCAB)
+        self.model: Any = TwoPeaksWindows((None, 10, 3)) if windows else TwoPeaks(VOCAB)
+        groups = group_windows(self.model.kv_specs, config.max_model_len)
+        self.layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, VOCAB, groups)
         self.device = SimulatedDevice(RandomChooser(seed))
         runner = Runner(
             self.device,
@@ -145,7 +163,7 @@ class DrivenEngine(Engine):
         self.requests: dict[int, Tracked] = {}
         self.futures: list[tuple[str, Future[Any]]] = []
         self.flying: list[tuple[StepPlan, dict[int, tuple[int, list[int]]]]] = []
-        self.block_of: dict[int, tuple[bytes, int]] = {}  # whose salt computed a block last, and in which epoch
+        self.block_of: dict[tuple[int, int], tuple[bytes, int]] = {}  # of a group: whose salt, and in which epoch
         self.epoch = 0  # of the prefix cache
         self.reused = 0  # blocks that were found
         self.turns: Generator[None, None, None] = type(self).loop_by_turns(self)
@@ -244,12 +262,13 @@ class DrivenEngine(Engine):
         assert all(tracked.end is not None for tracked in self.requests.values())
         scheduler = self.scheduler
         scheduler.check()
-        assert scheduler.pool.available == scheduler.pool.capacity
+        assert all(pool.available == pool.capacity for pool in scheduler.blocks.pools)
         assert scheduler.rows.num_free == len(scheduler.rows.requests)
         assert scheduler.stats.requests_finished == len(self.requests)
         stats = scheduler.snapshot()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-        assert self.device.copies.h2d == self.device.copies.d2h == stats.steps
+        assert self.device.copies.h2d == stats.steps + self.stats.held_steps
+        assert self.device.copies.d2h == stats.steps
         drawn = sum(len(t.drawn) for t in self.requests.values())
         assert stats.generated_tokens == drawn
 
@@ -265,23 +284,28 @@ class DrivenEngine(Engine):
             tracked = self.requests[int(r.ids[row])]
             start = int(plan.starts[s])
             end = start + int(plan.query_lens[s])
-            versions = tracked.versions
+            versions, key = tracked.versions, tracked.request.cache_key
             if not versions or tracked.preemptions != r.preemptions[row]:
                 tracked.preemptions = int(r.preemptions[row])
-                key = tracked.request.cache_key
-                for block in r.block_tables[row, : start // size].tolist():
-                    assert self.block_of[block] == (key, self.epoch), "a block of another salt, or of before a reset"
+                for place in self.blocks_at(row, 0, start // size):
+                    assert self.block_of[place] == (key, self.epoch), "a block of another salt, or of before a reset"
                     self.reused += 1
                 versions[:] = [now] * start
             assert start <= len(versions), "positions are left out"
             versions[start:] = [now] * (end - start)
-            for block in r.block_tables[row, start // size : -(-end // size)].tolist():
-                assert block != 0
-                self.block_of[block] = (tracked.request.cache_key, self.epoch)
+            written = self.blocks_at(row, start // size, -(-end // size))
+            assert len(written) == (-(-end // size) - start // size) * self.layout.num_groups
+            for place in written:
+                self.block_of[place] = (key, self.epoch)
             if plan.samples[s]:
                 draws[tracked.request.id] = (end, list(versions))
         self.flying.append((plan, draws))
         return super()._launch(plan)
+
+    def blocks_at(self, row: int, first: int, end: int) -> list[tuple[int, int]]:
+        """Group and number of the blocks that the row's table names in these places."""
+        tables = self.scheduler.rows.block_tables[:, row, first:end]
+        return [(group, block) for group, table in enumerate(tables.tolist()) for block in table if block != NULL_BLOCK]
 
     def _commit(self, result: StepResult) -> None:
         plan, draws = self.flying.pop(0)
@@ -299,7 +323,7 @@ class DrivenEngine(Engine):
     def drew(self, tracked: Tracked, place: int, versions: list[int], token: int) -> None:
         request, tokens = tracked.request, tracked.tokens
         assert place == len(tokens), "a token of another position"
-        want = expected(self.model, request, self.layout, tokens, versions)
+        want = expected(self.model, tracked, self.layout, tokens, versions)
         assert token == want, f"{request.id} at {place}: {token} instead of {want}"
         assert tracked.due is None
         if token < 0:
@@ -355,18 +379,23 @@ class DrivenEngine(Engine):
                 assert end.weight_versions[0] == tracked.first
 
 
-def expected(model: TwoPeaks, request: Request, layout: RowLayout, tokens: list[int], versions: list[int]) -> int:
+def expected(model: Any, tracked: Tracked, layout: RowLayout, tokens: list[int], versions: list[int]) -> int:
     """The next token, -1 for none: from the tokens so far and the weights that read each of them."""
     assert len(versions) == len(tokens)
     first = model.next_token([t + VOCAB * v for t, v in zip(tokens, versions, strict=True)])
-    logits = torch.from_numpy(model.row(first, BAD in tokens))[None]
-    params, place = request.params, len(tokens)
+    logits = torch.from_numpy(peaks(first, BAD in tokens))[None]
+    request, place = tracked.request, len(tokens)
+    params = request.params
     if bool(logits.isnan().any()):
         return -1
     if params.repetition_penalty != 1:
         logits[0, sorted(set(tokens))] /= params.repetition_penalty
     if place < len(request.prompt_token_ids) + params.min_tokens:
         logits[0, list(request.stop_token_ids)] = -torch.inf
+    if tracked.grammar is not None:
+        masked = torch.ones(VOCAB, dtype=torch.bool)
+        masked[allowed(tracked.grammar, tracked.drawn)] = False
+        logits[0, masked] = -torch.inf
     if not params.temperature:
         return int(logits.argmax())
     words = torch.zeros(1, int(Word.COUNT), dtype=torch.int32)

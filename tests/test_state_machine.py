@@ -36,6 +36,7 @@ from gapless.control import PAUSE_MODES
 from gapless.device.cpu import CpuDevice
 from gapless.request import cache_key
 from gapless.text.outputs import RequestGroup, accumulate
+from grammars import EOS, constrain, regex
 from harness import make_request
 from machine import BAD, DrivenEngine, Tracked
 
@@ -43,32 +44,38 @@ SECONDS = float(os.environ.get("GAPLESS_MACHINE_SECONDS", "0"))
 EXAMPLES = int(os.environ.get("EX","20"))
 SHARED = [(5 * i + 3) % 59 for i in range(64)]
 MAX_LEN = 64
+GRAMMARS = [regex("[0-9]{3}-[a-f]+"), regex("(ab|cd)*"), regex("([a-z]{2,5},)*")]
 
 
-def random_request(rng: random.Random, number: int, plain: bool) -> Tracked:
+def random_request(rng: random.Random, number: int, kind: str) -> Tracked:
     """Prompts share beginnings; every parameter that the scheduler looks at comes up, and some that end a request.
-    ``plain`` leaves out what makes the sampler slow."""
+    What makes the sampler slow comes in the kind "everything" only."""
     max_tokens = rng.choice([1, 2, 3, rng.randint(4, 24)])
     own = [rng.randint(0, 59) for _ in range(rng.choice([0, rng.randint(0, 20)]))]
     prompt = (SHARED[: rng.choice([0, 16, 17, rng.randint(0, 40)])] + own or [7])[: MAX_LEN - max_tokens]
-    if rng.random() < 0.05:
+    if kind != "windows" and rng.random() < 0.05:
         prompt[-1] = BAD
     params: dict[str, Any] = {}
-    if not plain:
+    grammar = rng.choice(GRAMMARS) if kind in ("grammars", "everything") and rng.random() < 0.5 else None
+    if kind == "everything":
         if rng.random() < 0.4:
             params |= {"temperature": rng.choice([1.0, 5.0]), "top_k": rng.choice([0, 2])}
-        if rng.random() < 0.4:
+        if grammar is None and rng.random() < 0.4:
             params["min_tokens"] = rng.randint(1, min(max_tokens, 3))
         if rng.random() < 0.4:
             params["repetition_penalty"] = 1.25
         if rng.random() < 0.2:
             params["logprobs"] = 0
     stops = tuple(rng.sample(range(60), rng.choice([0, 0, 3, 8])))
+    if grammar is not None:
+        stops = tuple({EOS, *stops})
     request = make_request(number, prompt, max_tokens, stop=stops, streaming=rng.random() < 0.7, **params)
     request.priority = rng.choice([0, 0, 0, -1, 5])
     request.cache_key = cache_key(rng.choice([None, None, None, "a", "b"]))
-    request.prompt_logprobs = 0 if not plain and rng.random() < 0.2 else None
-    return Tracked(request, rng.choice([None, rng.randint(0, 59)]))
+    request.prompt_logprobs = 0 if kind == "everything" and rng.random() < 0.2 else None
+    if grammar is not None:
+        constrain(request, grammar)
+    return Tracked(request, rng.choice([None, rng.randint(0, 59)]), grammar)
 
 
 class Turns(RuleBasedStateMachine):
@@ -82,11 +89,11 @@ class Turns(RuleBasedStateMachine):
         seqs=st.integers(1, 6),
         budget=st.sampled_from([4, 9, 16, 64]),
         caching=st.booleans(),
-        plain=st.sampled_from([True, True, False]),
+        kind=st.sampled_from(["plain", "plain", "windows", "grammars", "everything"]),
         seed=st.integers(0, 2**20),
     )
     def make(
-        self, depth: int, num_blocks: int, seqs: int, budget: int, caching: bool, plain: bool, seed: int
+        self, depth: int, num_blocks: int, seqs: int, budget: int, caching: bool, kind: str, seed: int
     ) -> None:
         self.engine = DrivenEngine(
             depth=depth,
@@ -96,16 +103,17 @@ class Turns(RuleBasedStateMachine):
             max_num_batched_tokens=max(budget, seqs),
             enable_prefix_caching=caching,
             max_model_len=MAX_LEN,
+            windows=kind == "windows",
         )
         self.next_id = 0
-        self.plain = plain
+        self.kind = kind
 
     @rule(count=st.integers(1, 4), seed=st.integers(0, 2**20))
     def add(self, count: int, seed: int) -> None:
         assert self.engine is not None
         rng = random.Random(seed)
         for _ in range(count):
-            self.engine.add(random_request(rng, self.next_id, self.plain))
+            self.engine.add(random_request(rng, self.next_id, self.kind))
             self.next_id += 1
 
     add_more = add  # half of all rules make work, and the others have something to disturb
