@@ -85,8 +85,11 @@ class Tracked:
         first: the oldest of all versions that a token of the output rests on.
         grammar: what its output must match, if anything.
         stop_at: the consumer ends the request when it sees this token, as a stop string does.
+        epoch: of the prefix cache when its past began to be computed, for the last time.
+        arrived: the loop has it.
         may_abort: somebody has asked for its end.
-        due: how it must end in this very turn.
+        must_end: the loop has been told so.
+        due: how else it must end in this very turn.
     """
 
     request: Request
@@ -99,7 +102,10 @@ class Tracked:
     preemptions: int = 0
     first: int | None = None
     last: int | None = None
+    epoch: int = 0
+    arrived: bool = False
     may_abort: bool = False
+    must_end: bool = False
     due: FinishReason | None = None
     end: Finished | None = None
 
@@ -166,6 +172,8 @@ class DrivenEngine(Engine):
         self.block_of: dict[tuple[int, int], tuple[bytes, int]] = {}  # of a group: whose salt, and in which epoch
         self.epoch = 0  # of the prefix cache
         self.reused = 0  # blocks that were found
+        self.faults: list[str] = []
+        self.broken = False
         self.turns: Generator[None, None, None] = type(self).loop_by_turns(self)
 
     def died(self, error: BaseException) -> None:
@@ -178,7 +186,8 @@ class DrivenEngine(Engine):
         done: Future[Any] = Future()
 
         def ended(done: Future[Any]) -> None:
-            assert not self.flying or what == "pause finish", f"{what} is over while steps are in flight"
+            if self.flying and what != "pause finish":  # which a resume ends at any time
+                self.faults.append(f"{what} is over while steps are in flight")
 
         done.add_done_callback(ended)
         self.futures.append((what, done))
@@ -187,18 +196,30 @@ class DrivenEngine(Engine):
     def add(self, tracked: Tracked) -> None:
         self.scheduler.refuse_what_never_fits(len(tracked.request.prompt_token_ids), tracked.request.max_tokens)
         self.requests[tracked.request.id] = tracked
+
+        def arrive() -> None:
+            tracked.arrived = True
+
+        self._put(arrive)
         self.submit([tracked.request])
 
+    def must_end(self, tracked: Tracked) -> None:
+        tracked.may_abort = True
+        tracked.must_end = tracked.arrived
+
     def abort(self, request_id: int) -> None:
-        if request_id in self.requests:
-            self.requests[request_id].may_abort = True
+        tracked = self.requests.get(request_id)
+        if tracked is not None:
+            tracked.may_abort = True
+            self._put(lambda: self.must_end(tracked))
         self.finish(request_id, FinishReason.ABORT)
 
     def pause(self, mode: Any) -> None:
         def start(done: Future[None]) -> None:
             if mode == "abort":
                 for tracked in self.requests.values():
-                    tracked.may_abort = True
+                    if tracked.arrived:
+                        self.must_end(tracked)
             self.control.pause(mode, done)
 
         self.ask_for(f"pause {mode}", start)
@@ -235,10 +256,14 @@ class DrivenEngine(Engine):
 
     def turn(self) -> None:
         self._put(lambda: None)  # an idle loop waits for a message
+        self.broken = True
         next(self.turns)
         self.scheduler.check()
+        assert not self.faults, self.faults
         for tracked in self.requests.values():
-            assert tracked.due is None or tracked.end is not None, f"{tracked} has not ended"
+            ended = tracked.end is not None
+            assert ended or not (tracked.due or tracked.must_end), f"{tracked} has not ended"
+        self.broken = False
 
     @property
     def idle(self) -> bool:
@@ -291,12 +316,13 @@ class DrivenEngine(Engine):
                     assert self.block_of[place] == (key, self.epoch), "a block of another salt, or of before a reset"
                     self.reused += 1
                 versions[:] = [now] * start
+                tracked.epoch = self.epoch
             assert start <= len(versions), "positions are left out"
             versions[start:] = [now] * (end - start)
             written = self.blocks_at(row, start // size, -(-end // size))
             assert len(written) == (-(-end // size) - start // size) * self.layout.num_groups
             for place in written:
-                self.block_of[place] = (key, self.epoch)
+                self.block_of[place] = (key, tracked.epoch)
             if plan.samples[s]:
                 draws[tracked.request.id] = (end, list(versions))
         self.flying.append((plan, draws))
@@ -350,7 +376,7 @@ class DrivenEngine(Engine):
             tracked.streamed.append(token)
             assert tracked.streamed == tracked.drawn[: len(tracked.streamed)]
             if token == tracked.stop_at and not tracked.may_abort:
-                self.abort(i)
+                self.abort(i)  # the loop hears of it in its next turn
         for end in message.finished:
             self.ended(self.requests[end.id], end)
 

@@ -3,7 +3,7 @@ ends once, and nothing is left.
 
 Two machines. `Turns` drives the loop itself, turn by turn, with the real pipeline on the simulated device, and checks
 after each turn. `Threads` talks to a whole engine from outside, on real threads with random pauses.
-GAPLESS_MACHINE_SECONDS=300 runs the first one that long, with other seeds each time.
+GAPLESS_MACHINE_SECONDS=300 runs the first one that long, with other seeds each time, and the second a third of it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ from harness import make_request
 from machine import BAD, DrivenEngine, Tracked
 
 SECONDS = float(os.environ.get("GAPLESS_MACHINE_SECONDS", "0"))
-EXAMPLES = int(os.environ.get("EX","20"))
+EXAMPLES = 24
 SHARED = [(5 * i + 3) % 59 for i in range(64)]
 MAX_LEN = 64
 GRAMMARS = [regex("[0-9]{3}-[a-f]+"), regex("(ab|cd)*"), regex("([a-z]{2,5},)*")]
 
 
-def random_request(rng: random.Random, number: int, kind: str) -> Tracked:
-    """Prompts share beginnings; every parameter that the scheduler looks at comes up, and some that end a request.
+def random_request(rng: random.Random, number: int, kind: str, pasts: list[list[int]]) -> Tracked:
+    """Prompts share beginnings, or go on from what another has said; every parameter that the scheduler looks at comes up, and some that end a request.
     What makes the sampler slow comes in the kind "everything" only."""
     max_tokens = rng.choice([1, 2, 3, rng.randint(4, 24)])
     own = [rng.randint(0, 59) for _ in range(rng.choice([0, rng.randint(0, 20)]))]
     prompt = (SHARED[: rng.choice([0, 16, 17, rng.randint(0, 40)])] + own or [7])[: MAX_LEN - max_tokens]
+    if pasts and rng.random() < 0.4:
+        prompt = (rng.choice(pasts) + own)[: MAX_LEN - max_tokens]
     if kind != "windows" and rng.random() < 0.05:
         prompt[-1] = BAD
     params: dict[str, Any] = {}
@@ -112,8 +114,9 @@ class Turns(RuleBasedStateMachine):
     def add(self, count: int, seed: int) -> None:
         assert self.engine is not None
         rng = random.Random(seed)
+        pasts = [tracked.tokens for tracked in list(self.engine.requests.values())[-4:] if BAD not in tracked.tokens]
         for _ in range(count):
-            self.engine.add(random_request(rng, self.next_id, self.kind))
+            self.engine.add(random_request(rng, self.next_id, self.kind, pasts))
             self.next_id += 1
 
     add_more = add  # half of all rules make work, and the others have something to disturb
@@ -155,7 +158,7 @@ class Turns(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         engine = self.engine
-        if engine is None:
+        if engine is None or engine.broken:
             return
         engine.settle()
         engine.runner.close()
