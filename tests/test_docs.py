@@ -93,6 +93,13 @@ def test_named_tests_exist(name: str) -> None:
     assert named <= all_tests(), f"{name} names {sorted(named - all_tests())}"
 
 
+def test_every_pitfall_has_a_test() -> None:
+    rows = re.findall(r"^\| (?!what can|-)(.*) \|$", DOCS["docs/pitfalls.md"], re.M)
+    assert len(rows) >= 28
+    for row in rows:
+        assert re.search(r"`test_\w+\.py::\w+`$", row), row
+
+
 def test_every_rule_has_a_proof() -> None:
     rules = re.split(r"^\*\*\d+\. ", ARCHITECTURE.split("## The ten ownership rules")[1].split("\n## ")[0], flags=re.M)
     assert len(rules) == 11
