@@ -7,8 +7,8 @@
 Through `LLM`'s half, several threads submit and others cancel: a request that has not started, one in the middle of
 its answer, one that is over. Through `AsyncLLM`, tasks are cancelled before and after their first step, labels are
 aborted, consumers leave their loop. After each round every counter must be zero, every block and row back, no thread
-or task left, and a fresh request must get the tokens that it got before the storm. Over the rounds neither bytes of tensors nor
-threads nor open files may become more, and resident memory must stay within a bound. Exit code 0: all held.
+or task left, and a fresh request must get the tokens that it got before the storm. Over the rounds neither bytes of
+tensors nor threads nor open files may become more, and resident memory must stay within a bound. Exit code 0: all held.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from gapless import LLM, AsyncLLM, SamplingParams
+from gapless import LLM, AsyncLLM, RequestOutput, SamplingParams
 from gapless.client import EngineClient, Submission
 
 SUBMITTERS, CANCELLERS = 4, 3
@@ -220,10 +220,11 @@ class TaskStorm:
         self.counts: Counter[str] = Counter()
 
     async def consume(self, prompt: Any, params: SamplingParams, label: str, mode: Any, leave: int | None) -> None:
-        last, pieces = None, 0
+        last: RequestOutput | None = None
+        pieces = 0
         async with contextlib.aclosing(self.llm.generate(prompt, params, label, mode=mode)) as outputs:
-            async for last in outputs:
-                pieces += 1
+            async for output in outputs:
+                last, pieces = output, pieces + 1
                 if leave is not None and pieces > leave:
                     self.counts["left"] += 1
                     return

@@ -520,7 +520,8 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
 
 def test_bad_folders(llama: Setting, tmp_path: Path) -> None:
     good = llama.folders["a"]
-    cases: list[tuple[Path, str]] = [
+    cases: list[tuple[Any, str]] = [
+        (5, "path=5 is not allowed: a folder"),
         (tmp_path / "nowhere", "there is no such folder"),
         (tmp_path, "the folder has no adapter_config.json"),
     ]

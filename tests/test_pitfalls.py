@@ -1,4 +1,4 @@
-"""Faults of a kind that engines like this one had, where no other file has the test; docs/pitfalls.md lists them all."""
+"""Faults that engines like this one had, where no other file has the test; docs/pitfalls.md lists them all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 
 from engines import check_idle, options
 from gapless import LLM, SamplingParams
-from hash_model import EOS, HashModel
 from harness import Job, make_request, run_jobs
+from hash_model import EOS, HashModel
 from test_loop import greedy
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -83,7 +83,7 @@ def surroundings() -> dict[str, Any]:
         "torch": torches,
         "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
         "logging": (list(logging.getLogger().handlers), logging.getLogger().level),
-        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),  # type: ignore[index]
+        "random": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),  # noqa: NPY002
         "environment": dict(os.environ),
         "folder": os.getcwd(),
     }

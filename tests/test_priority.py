@@ -193,6 +193,7 @@ def test_what_is_refused() -> None:
         ({"cache_salt": ""}, "cache_salt: a string of 0 characters"),
         ({"cache_salt": "x" * (MAX_CACHE_SALT + 1)}, "string of 1025 characters is not allowed.*1024"),
         ({"cache_salt": 5}, "cache_salt: 5"),
+        ({"cache_salt": b"ab"}, "prompt 0: cache_salt: b'ab'"),
         ({"cache_salt": ["a", 5]}, "prompt 1: cache_salt: 5"),
         ({"cache_salt": ["a"]}, "2 prompts but 1 values of cache_salt"),
         ({"priority": 1.0}, "priority=1.0"),

@@ -3,7 +3,7 @@ ends once, and nothing is left.
 
 Two machines. `Turns` drives the loop itself, turn by turn, with the real pipeline on the simulated device, and checks
 after each turn. `Threads` talks to a whole engine from outside, on real threads with random pauses.
-GAPLESS_MACHINE_SECONDS=300 runs the first one that long, with other seeds each time, and the second a third of it.
+GAPLESS_MACHINE_SECONDS=300 runs the first one that long, with other seeds each time, and the second a third of that.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ GRAMMARS = [regex("[0-9]{3}-[a-f]+"), regex("(ab|cd)*"), regex("([a-z]{2,5},)*")
 
 
 def random_request(rng: random.Random, number: int, kind: str, pasts: list[list[int]]) -> Tracked:
-    """Prompts share beginnings, or go on from what another has said; every parameter that the scheduler looks at comes up, and some that end a request.
-    What makes the sampler slow comes in the kind "everything" only."""
+    """Prompts share beginnings, or go on from what another has said. Every parameter that the scheduler looks at comes
+    up, and some that end a request; what makes the sampler slow in the kind "everything" only."""
     max_tokens = rng.choice([1, 2, 3, rng.randint(4, 24)])
     own = [rng.randint(0, 59) for _ in range(rng.choice([0, rng.randint(0, 20)]))]
     prompt = (SHARED[: rng.choice([0, 16, 17, rng.randint(0, 40)])] + own or [7])[: MAX_LEN - max_tokens]
@@ -94,9 +94,7 @@ class Turns(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "plain", "windows", "grammars", "everything"]),
         seed=st.integers(0, 2**20),
     )
-    def make(
-        self, depth: int, num_blocks: int, seqs: int, budget: int, caching: bool, kind: str, seed: int
-    ) -> None:
+    def make(self, depth: int, num_blocks: int, seqs: int, budget: int, caching: bool, kind: str, seed: int) -> None:
         self.engine = DrivenEngine(
             depth=depth,
             num_blocks=num_blocks,
@@ -337,7 +335,8 @@ class Threads(RuleBasedStateMachine):
 
 
 def random_text_request(rng: random.Random) -> Asked:
-    words = rng.choice(["hello world ", "the quick brown fox "]) + rng.choice(["", "jumps ", "stop "]) * rng.randint(0, 3)
+    words = rng.choice(["hello world ", "the quick brown fox "])
+    words += rng.choice(["", "jumps ", "stop "]) * rng.randint(0, 3)
     params = SamplingParams(
         n=rng.choice([1, 1, 1, 2]),
         temperature=rng.choice([0, 0, 0.5]),  # the most likely token is so likely that both choose it

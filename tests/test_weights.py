@@ -189,6 +189,9 @@ def test_given_tensors(tmp_path: Any) -> None:
             ({**state, "lm_head.weight": state["lm_head.weight"].to("meta")}, "meta tensor"),
             ({**state, "lm_head.weight": [1.0]}, "list, not a tensor"),
             (list(state.values()), r"pairs \(name, tensor\)"),
+            ("weights.safetensors", r"an entry of type str.*pairs \(name, tensor\)"),
+            (5, r"weights of type int are not allowed.*pairs \(name, tensor\)"),
+            (other, r"LlamaForCausalLM are not allowed: give its state_dict\(\)"),
         ]
         for given, message in bad:
             with pytest.raises(WeightError, match=message):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,8 @@ class LoadedAdapters:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {OFF}")
         if not isinstance(name, str) or not name:
             raise AdapterError(f"name={name!r} is not allowed: a string that is not empty")
+        if not isinstance(path, (str, os.PathLike)):
+            raise AdapterError(f"path={path!r} is not allowed: a folder that PEFT saved")
         self._engine.raise_if_dead()
         with self._loading:
             self._refuse_taken(name)

@@ -282,7 +282,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
     """One value for each of ``count`` prompts; a single one stands for all. The engine checks the values."""
-    if given is None or isinstance(given, str) or not isinstance(given, Sequence):
+    if given is None or isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
         raise RequestError(f"{count} prompts but {len(given)} values of {name}: give one for all, or one for each")

@@ -32,7 +32,8 @@ class StructuredOutputsParams:
     """The form of a request's output. Exactly one of the first five is given.
 
     Attributes:
-        json: a JSON schema, as a mapping or as text; kept as text. What the compiler does not know in it is refused.
+        json: a JSON schema, as a mapping or as text; kept as text. Keywords that the compiler cannot follow
+            are refused; words that JSON Schema does not have say nothing, as the standard has it.
         regex: the whole output matches it. The syntax is that of Rust's ``regex`` crate.
         choice: the output is one of these strings.
         grammar: in the dialect of Lark that ``llguidance`` documents.

@@ -20,6 +20,7 @@ from gapless.errors import WeightError, did_you_mean
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """New tensors by name: a state dict, or pairs. Some of the names are enough."""
+_FORMS = ": a mapping from names to tensors is needed, or pairs (name, tensor)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,16 @@ class Weights:
         return pairs
 
     def _of(self, given: Named) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        anything: object = given
+        if not isinstance(anything, Iterable):
+            hint = ": give its state_dict()" if isinstance(anything, nn.Module) else ""
+            raise WeightError(f"weights of type {type(anything).__name__} are not allowed{hint or _FORMS}")
         items = given.items() if isinstance(given, Mapping) else given
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         tied: dict[tuple[int, tuple[int, ...]], tuple[str, torch.Tensor]] = {}
         for item in items:
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-                raise WeightError("weights are a mapping from names to tensors, or pairs (name, tensor)")
+                raise WeightError(f"weights holds an entry of type {type(item).__name__}{_FORMS}")
             name, tensor = item
             if name not in self._tensors:
                 hint = did_you_mean(name, self._tensors)
