@@ -8,6 +8,7 @@ from __future__ import annotations
 import __future__
 
 import inspect
+import random
 import textwrap
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafts import REFERENCE, OracleProposer
 from fast_kernels import KERNELS, FastHashModel, FastWindowModel
 from gapless.config import EngineConfig
 from gapless.device.simulated import SimulatedDevice
@@ -31,8 +33,11 @@ from gapless.request import FinishReason, Request
 from gapless.row_words import request_updates
 from gapless.sampling.reference import sample
 from gapless.scheduler import Scheduler
+from gapless.speculative.base import Speculation
+from gapless.speculative_config import SpeculativeConfig
 from gapless.verify.choosers import RandomChooser
 from grammars import allowed
+from hash_model import HashModel
 
 VOCAB = 61
 BAD = 60
@@ -63,6 +68,33 @@ class TwoPeaksWindows(FastWindowModel):
         super().forward(input_ids + VOCAB * self.salt, positions, context, index, out)
         for row in out.numpy():
             row[:] = peaks(int(row.argmax()), False)
+
+
+class TwoPeaksDrafts(HashModel):
+    """The same, with logits for any token. It does not know `BAD` either."""
+
+    salt = 0
+
+    def forward(self, input_ids: torch.Tensor, *rest: Any) -> None:
+        super().forward(input_ids + VOCAB * self.salt, *rest)
+
+    def logits(self, h: int) -> torch.Tensor:
+        return torch.from_numpy(peaks(h % VOCAB, False))
+
+
+class GuessingProposer(OracleProposer):
+    """Drafts that are right as far as a random place, for requests without parameters."""
+
+    def __init__(self, model: TwoPeaksDrafts, num_drafts: int, seed: int) -> None:
+        super().__init__([], num_drafts, seed, VOCAB)
+        self._model = model
+
+    def _drafts(self, tokens: list[int]) -> list[int]:
+        whole = list(tokens)
+        for _ in range(random.Random(f"{self._seed} {tokens}").randint(0, self._num_drafts)):
+            whole.append(self._model.next_token([t + VOCAB * self._model.salt for t in whole]))
+        self._truths = [whole]
+        return super()._drafts(tokens)
 
 
 def peaks(first: int, bad: bool) -> np.ndarray:
@@ -143,13 +175,23 @@ class DrivenEngine(Engine):
 
     loop_by_turns = by_turns()
 
-    def __init__(self, *, depth: int, num_blocks: int, seed: int, windows: bool, **options: Any) -> None:
+    def __init__(
+        self, *, depth: int, num_blocks: int, seed: int, windows: bool, num_drafts: int, **options: Any
+    ) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}
+        speculation = None
+        self.model: Any = TwoPeaksWindows((None, 10, 3)) if windows else TwoPeaks(VOCAB)
+        if num_drafts:
+            self.model = TwoPeaksDrafts(VOCAB)
+            options["speculative"] = SpeculativeConfig(num_speculative_tokens=num_drafts, min_accepted=seed % 2 * 0.5)
+            proposer = GuessingProposer(self.model, num_drafts, seed)
+            speculation = Speculation(num_drafts, REFERENCE, lambda *_: proposer)
         config = EngineConfig(**{**defaults, **options})
         assert config.max_model_len is not None
-        self.model: Any = TwoPeaksWindows((None, 10, 3)) if windows else TwoPeaks(VOCAB)
+        self.num_drafts = num_drafts
         groups = group_windows(self.model.kv_specs, config.max_model_len)
-        self.layout = RowLayout(config.max_num_seqs, config.max_model_len, config.block_size, VOCAB, groups)
+        longest = config.max_model_len + num_drafts
+        self.layout = RowLayout(config.max_num_seqs, longest, config.block_size, VOCAB, groups)
         self.device = SimulatedDevice(RandomChooser(seed))
         runner = Runner(
             self.device,
@@ -161,6 +203,7 @@ class DrivenEngine(Engine):
             max_updates=6000,
             kernels=KERNELS,
             shapes=EXACT,
+            speculation=speculation,
         )
         scheduler = Scheduler(config, self.layout, num_blocks)
         super().__init__(scheduler, runner, depth, self.take, self.died, check=True)
@@ -172,6 +215,7 @@ class DrivenEngine(Engine):
         self.block_of: dict[tuple[int, int], tuple[bytes, int]] = {}  # of a group: whose salt, and in which epoch
         self.epoch = 0  # of the prefix cache
         self.reused = 0  # blocks that were found
+        self.accepted = 0  # drafts
         self.faults: list[str] = []
         self.broken = False
         self.turns: Generator[None, None, None] = type(self).loop_by_turns(self)
@@ -317,8 +361,12 @@ class DrivenEngine(Engine):
                     self.reused += 1
                 versions[:] = [now] * start
                 tracked.epoch = self.epoch
-            assert start <= len(versions), "positions are left out"
-            versions[start:] = [now] * (end - start)
+            if self.num_drafts:  # where a sequence ends only the device knows; with drafts every update recomputes
+                versions[:] = [now]
+                end = int(r.num_blocks[row]) * size
+            else:
+                assert start <= len(versions), "positions are left out"
+                versions[start:] = [now] * (end - start)
             written = self.blocks_at(row, start // size, -(-end // size))
             assert len(written) == (-(-end // size) - start // size) * self.layout.num_groups
             for place in written:
@@ -342,8 +390,20 @@ class DrivenEngine(Engine):
         live = {int(r.ids[row]) for row in plan.rows.tolist() if not r.finished[row]}
         drew = plan.samples.nonzero()[0]
         for s, (request_id, (place, versions)) in zip(drew.tolist(), draws.items(), strict=True):
-            if request_id in live:
-                self.drew(self.requests[request_id], place, versions, int(result.tokens[s]))
+            tracked = self.requests[request_id]
+            if request_id not in live:
+                continue
+            if not self.num_drafts:
+                self.drew(tracked, place, versions, int(result.tokens[s]))
+                continue
+            tokens = result.tokens[s].tolist()
+            several = tokens[: tokens[plan.width]] if plan.width > 1 else [tokens]
+            assert several
+            self.accepted += len(several) - 1
+            for token in several:
+                if tracked.due is None:
+                    place = len(tracked.tokens)
+                    self.drew(tracked, place, versions * place, token)
         super()._commit(result)
 
     def drew(self, tracked: Tracked, place: int, versions: list[int], token: int) -> None:
