@@ -469,7 +469,7 @@ def expected(model: Any, tracked: Tracked, layout: RowLayout, tokens: list[int],
     """The next token, -1 for none: from the tokens so far and the weights that read each of them."""
     assert len(versions) == len(tokens)
     first = model.next_token([t + VOCAB * v for t, v in zip(tokens, versions, strict=True)])
-    logits = torch.from_numpy(peaks(first, BAD in tokens))[None]
+    logits = torch.from_numpy(peaks(first, isinstance(model, TwoPeaks) and BAD in tokens))[None]
     request, place = tracked.request, len(tokens)
     params = request.params
     if bool(logits.isnan().any()):

@@ -51,6 +51,8 @@ def random_request(rng: random.Random, number: int, kind: str, pasts: list[list[
     """Prompts share beginnings, or go on from what another has said. Every parameter that the scheduler looks at comes
     up, and some that end a request; what makes the sampler slow in the kind "everything" only."""
     max_tokens = rng.choice([1, 2, 3, rng.randint(4, 24)])
+    if kind == "drafts":  # or there is nothing to draft
+        max_tokens = rng.choice([2, rng.randint(4, 24), rng.randint(12, 30)])
     own = [rng.randint(0, 59) for _ in range(rng.choice([0, rng.randint(0, 20)]))]
     prompt = (SHARED[: rng.choice([0, 16, 17, rng.randint(0, 40)])] + own or [7])[: MAX_LEN - max_tokens]
     if pasts and rng.random() < 0.4:
@@ -113,7 +115,7 @@ class Turns(RuleBasedStateMachine):
             num_blocks=num_blocks + (kind == "drafts"),
             seed=seed,
             max_num_seqs=seqs,
-            max_num_batched_tokens=max(budget, seqs),
+            max_num_batched_tokens=max(budget, seqs * (1 + num_drafts) if kind == "drafts" else seqs),
             enable_prefix_caching=caching,
             max_model_len=MAX_LEN,
             windows=kind == "windows",

@@ -177,7 +177,7 @@ class RequestGroup:
 
     def __post_init__(self) -> None:
         if self.mode not in ("final", "stream", "delta"):
-            raise ValueError(f"mode={self.mode!r} is not allowed: 'final', 'stream' or 'delta'")
+            raise RequestError(f"mode={self.mode!r} is not allowed: 'final', 'stream' or 'delta'")
         if len(self.ids) != self.params.n:
             raise ValueError(f"{len(self.ids)} ids for n={self.params.n} completions")
         if self.params.stop_strings and self.tokenizer is None:
