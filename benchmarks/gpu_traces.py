@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def switch(client: Any) -> Callable[[bool], None]:
 
     runner = client._built.runner
     real = runner._watches
-    none = [Stopwatch(NoEvent(), NoEvent()) for _ in real]
+    none = [Stopwatch(*(NoEvent() for _ in fields(Stopwatch))) for _ in real]
 
     def turn(on: bool) -> None:
         def act() -> None:
