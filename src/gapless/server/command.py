@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, with OpenAI's interface. MODEL is a folder, a name on the Hub or a .gguf file."""
+"""Serve a model over HTTP, with OpenAI's interface. MODEL is a folder, a name on the Hub, a .gguf file, or smollm2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     models = [*arguments.prompts, *([arguments.model] if arguments.model is not None else [])]
     if len(models) != 1:
         raise UsageError(f"one model is served, and {len(models)} are named: gapless serve MODEL")
-    options = ServerOptions(**given(arguments, ServerOptions))
+    model, named = models[0], given(arguments, ServerOptions)
+    if model == "smollm2":
+        from gapless.model.smollm2 import get_smollm2
+
+        model = str(get_smollm2())
+        named.setdefault("served_model_name", "smollm2")
+    options = ServerOptions(**named)
     engine = given(arguments, EngineConfig)
     adapters = parse_adapters(arguments.lora)
     config = config_for(adapters, EngineConfig.from_dict(engine), engine)
@@ -39,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         from gapless.server.lifecycle import serve
     except ImportError as error:
         raise CommandError(f"{error}: pip install 'gapless[serve]'") from error
-    code = serve(models[0], options, engine, adapters)
+    code = serve(model, options, engine, adapters)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
