@@ -45,7 +45,7 @@ def from_sharegpt(path: str, tokenizer: Any, limit: int, output_len: int | None)
     if tokenizer is None:
         raise UsageError("--sharegpt needs a model with a tokenizer: give --model")
     prompts, outputs = [], []
-    for question, answer in _turns(path):
+    for question, answer in turns(path):
         ids, reply = (tokenizer.encode(text, add_special_tokens=False) for text in (question, answer))
         if not (SHORTEST <= len(ids) <= LONGEST and SHORTEST <= len(reply) <= LONGEST):
             continue
@@ -58,7 +58,12 @@ def from_sharegpt(path: str, tokenizer: Any, limit: int, output_len: int | None)
     return Workload(Path(path).stem, tuple(map(len, prompts)), tuple(outputs), fixed_prompts=tuple(prompts))
 
 
-def _turns(path: str) -> Iterator[tuple[str, str]]:
+def turns(path: str) -> Iterator[tuple[str, str]]:
+    """First two texts of each conversation of a file in the form of ShareGPT.
+
+    Raises:
+        UsageError: the file is not of that form.
+    """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

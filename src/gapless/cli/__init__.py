@@ -1,6 +1,7 @@
 """The command ``gapless``. Nothing heavy is imported before a subcommand runs: ``--help`` answers at once.
 
-A subcommand is a line in `COMMANDS` and a module with ``add_arguments(parser)``, ``run(arguments) -> int``.
+A subcommand, of one word or two, is a line in `COMMANDS` and a module with ``add_arguments(parser)`` and
+``run(arguments) -> int``.
 
 Exit codes: 0, done. 2, an option or a prompt is wrong. 130, interrupted. 1, anything else.
 """
@@ -21,6 +22,8 @@ COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
     "serve": ("gapless.server.command", "serve a model over HTTP, with OpenAI's interface"),
     "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
+    "bench serve": ("gapless.bench.serve", "load a server with OpenAI's interface and report its latencies"),
+    "top": ("gapless.top.command", "watch a running server: busy, idle and why, tokens a second, latencies"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
     "simulate": ("gapless.verify.command", "predict GPU idle time and throughput at each depth, without a GPU"),
     "coverage": ("gapless.coverage.command", "which architectures are computed as transformers computes them"),
@@ -61,6 +64,9 @@ def _dispatch(arguments: list[str]) -> int:
         top.print_help()
         return 0
     (name,) = chosen
+    rest = arguments[1:]
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS)
         raise UsageError(f"unknown command {name!r}.{near} Known: {', '.join(COMMANDS)}")
@@ -68,7 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
     command = importlib.import_module(module)
     parser = Parser(prog=f"gapless {name}", description=command.__doc__ or summary)
     command.add_arguments(parser)
-    code: int = command.run(parser.parse(arguments[1:], "prompts"))
+    code: int = command.run(parser.parse(rest, "prompts"))
     return code
 
 

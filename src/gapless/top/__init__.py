@@ -1,0 +1,1 @@
+"""Watch a running server in a terminal."""

@@ -1,0 +1,236 @@
+"""`gapless top`: reading Prometheus' text, and frames."""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gapless.cli import main
+from gapless.top.exposition import Difference, Reading, parse, percentile
+from gapless.top.frame import frame, seconds
+
+LABELS = 'model_name="tiny",engine="0"'
+BOUNDS = ("0.001", "0.01", "0.1", "+Inf")
+
+
+def metrics(scale: float, running: int = 3, counts: tuple[int, ...] = (0, 50, 99, 100)) -> str:
+    """A server's text after ``scale`` times the same work."""
+    lines = ["# HELP gapless:steps_total Steps.", "# TYPE gapless:steps_total counter"]
+    for name, value in (
+        ("steps_total", 100), ("gpu_busy_seconds_total", 0.9), ("generation_tokens_total", 800),
+        ("prompt_tokens_total", 400), ("overrun_tokens_total", 8), ("prefix_cache_queries_total", 400),
+        ("prefix_cache_hits_total", 100), ("num_preemptions_total", 0), ("admission_rejections_total", 2),
+    ):  # fmt: skip
+        lines.append(f"gapless:{name}{{{LABELS}}} {value * scale}")
+    for cause, value in (("host", 0.025), ("no_work", 0.075)):
+        lines.append(f'gapless:gpu_idle_seconds_total{{{LABELS},cause="{cause}"}} {value * scale}')
+    for reason, value in (("stop", 4), ("length", 0)):
+        lines.append(f'gapless:request_success_total{{{LABELS},finished_reason="{reason}"}} {value * scale}')
+    for stage in ("receive", "schedule", "launch", "wait", "commit", "publish"):
+        lines.append(f'gapless:step_host_seconds_total{{{LABELS},stage="{stage}"}} {0.01 * scale}')
+    for name, value in (("num_requests_running", running), ("num_requests_waiting", 1), ("inflight_steps", 2)):
+        lines.append(f"gapless:{name}{{{LABELS}}} {value}")
+    lines.append(f"gapless:kv_cache_usage_perc{{{LABELS}}} 0.5")
+    for bound, count in zip(BOUNDS, counts, strict=True):
+        lines.append(f'gapless:time_to_first_token_seconds_bucket{{{LABELS},le="{bound}"}} {count * scale}')
+    lines.append(f"gapless:time_to_first_token_seconds_sum{{{LABELS}}} {2 * scale}")
+    lines.append(f"gapless:time_to_first_token_seconds_count{{{LABELS}}} {100 * scale}")
+    return "\n".join(lines) + "\n"
+
+
+def change(before: str, now: str, seconds: float = 1.0) -> Difference:
+    return Difference(Reading.of(5.0, before), Reading.of(5.0 + seconds, now))
+
+
+# ---- the text format --------------------------------------------------------------------------------------------
+
+
+def test_samples_and_labels() -> None:
+    text = '# HELP a x\na 1\nb{x="1",y="a\\"b\\\\\\n"} 2.5e3 1700000000\nb{x="2",} NaN\nc{le="+Inf"} +Inf\n\n'
+    found = parse(text)
+    assert found["a"] == [({}, 1.0)]
+    assert found["b"][0] == ({"x": "1", "y": 'a"b\\\n'}, 2500.0)
+    assert np.isnan(found["b"][1][1])
+    assert found["c"] == [({"le": "+Inf"}, float("inf"))]
+
+
+@pytest.mark.parametrize("line", ["a", "a{x=1} 2", 'a{x="1} 2', "{} 2", "a b c d", "<html>"])
+def test_what_is_not_the_format(line: str) -> None:
+    with pytest.raises(ValueError, match="not"):
+        parse(line)
+
+
+def test_other_metrics_are_refused() -> None:
+    with pytest.raises(ValueError, match="language models"):
+        Reading.of(0.0, "node_load1 3\n")
+
+
+def test_the_same_as_the_client_library_reads() -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    theirs = [
+        (s.name, s.labels, float(s.value))
+        for f in parser.text_string_to_metric_families(metrics(1.0))
+        for s in f.samples
+    ]
+    ours = [(name, labels, value) for name, rows in parse(metrics(1.0)).items() for labels, value in rows]
+    assert sorted(map(repr, theirs)) == sorted(map(repr, ours))
+
+
+def test_percentiles() -> None:
+    buckets = [(1.0, 0.0), (2.0, 10.0), (4.0, 10.0), (8.0, 20.0), (float("inf"), 20.0)]
+    assert percentile(buckets, 25) == 1.5
+    assert percentile(buckets, 50) == 2.0
+    assert percentile(buckets, 75) == 6.0
+    assert percentile(buckets, 100) == 8.0
+    assert percentile([(1.0, 0.0), (float("inf"), 3.0)], 50) == 1.0
+    assert percentile([(1.0, 0.0), (float("inf"), 0.0)], 50) is None
+    assert percentile([], 50) is None
+
+
+def test_percentiles_lie_in_their_bucket() -> None:
+    rng = random.Random(7)
+    bounds = [0.1, 0.5, 1.0, 2.0, 5.0]
+    values = [rng.uniform(0, 5) for _ in range(500)]
+    buckets = [(b, float(sum(v <= b for v in values))) for b in bounds] + [(float("inf"), 500.0)]
+    for p in (1, 10, 50, 90, 99):
+        exact, found = float(np.percentile(values, p)), percentile(buckets, p)
+        place = int(np.searchsorted(bounds, exact))
+        assert ([0.0, *bounds][place]) <= found <= bounds[place]  # type: ignore[operator]
+
+
+# ---- frames -----------------------------------------------------------------------------------------------------
+
+
+def test_a_frame() -> None:
+    lines = frame(change(metrics(1), metrics(3), 2.0), "title")
+    text = "\n".join(lines)
+    assert lines[0] == "title"
+    assert "GPU busy    90.0 % [##################..]   idle: host 2.5 %   no_work 7.5 %" in text
+    assert "steps/s    100   in flight 2   overrun 1.0 % of new tokens" in text
+    assert "running 3   waiting 1   ended per s: stop 4.0   refused per s: 2.0" in text
+    assert "prompt 400   new 800" in text
+    assert "50.0 % [##########..........]   prefix hits 25.0 %   preemptions/s 0.0" in text
+    first = next(line for line in lines if line.startswith("first token"))
+    assert first.split()[2:] == ["10", "ms", "83.5", "ms", "100", "ms", "20", "ms"]
+    assert "receive 100 us" in text
+    assert not any(ord(c) > 126 for c in text)
+
+
+def test_nothing_has_happened_yet() -> None:
+    text = "\n".join(frame(change(metrics(0), metrics(0)), ""))
+    assert "GPU busy         - [....................]" in text
+    assert "ended per s: none" in text
+    assert "nan" not in text
+
+
+def test_a_server_of_another_make() -> None:
+    text = metrics(2).replace("gapless:", "vllm:")
+    kept = "\n".join(line for line in text.splitlines() if "gpu_" not in line and "step" not in line)
+    lines = frame(change(kept, kept), "")
+    assert not any("GPU" in line for line in lines)
+    assert any("running 3" in line for line in lines)
+
+
+def test_a_restart_in_between() -> None:
+    assert change(metrics(9), metrics(1)).grown("steps_total") == 100
+
+
+def test_units() -> None:
+    assert [seconds(x) for x in (None, 0.00012, 0.0123, 12.34)] == ["-", "120 us", "12.3 ms", "12.3 s"]
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    def __init__(self) -> None:
+        self.count = 0
+        self.key: str | None = None
+        self.text: str | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                ok = outer.key is None or self.headers["authorization"] == f"Bearer {outer.key}"
+                outer.count += 1
+                body = (outer.text or metrics(outer.count)).encode()
+                self.send_response(200 if ok and self.path == "/metrics" else 401)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self.http = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    own = _Server()
+    yield own
+    own.http.shutdown()
+    own.http.server_close()
+
+
+def test_once(server: _Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "secret"
+    assert main(["top", server.url, "--once", "--interval=0.01"]) == 1
+    assert "HTTP 401: set GAPLESS_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("GAPLESS_API_KEY", "secret,other")
+    assert main(["top", server.url.removeprefix("http://"), "--once", "--interval=0.01"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"gapless top   tiny   {server.url}")
+    assert "GPU busy    90.0 %" in out
+    assert "\x1b" not in out
+
+
+def test_what_is_wrong_is_said(server: _Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "127.0.0.1:1", "--once"]) == 1
+    assert "127.0.0.1:1/metrics" in capsys.readouterr().err
+    assert main(["top", "--interval=0"]) == 2
+    assert main(["top", "a", "b"]) == 2
+    server.text = "<html>\n"
+    assert main(["top", server.url, "--once"]) == 1
+    assert "not a sample" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a pseudo-terminal")
+def test_on_a_terminal(server: _Server) -> None:
+    """Frames in place, a server that goes away, an interrupt, and the terminal as it was."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "gapless", "top", server.url, "--interval=0.05"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
+    os.close(theirs)
+    out = ""
+
+    def read_until(text: str) -> None:
+        nonlocal out
+        end = time.monotonic() + 20
+        while text not in out and time.monotonic() < end:
+            out += os.read(ours, 65536).decode()
+        assert text in out
+
+    read_until("GPU busy")
+    read_until("\x1b[J")
+    server.http.shutdown()
+    server.http.server_close()
+    read_until("no answer")
+    process.send_signal(signal.SIGINT)
+    read_until("\x1b[?25h\x1b[?1049l")
+    assert process.wait(10) == 0
+    os.close(ours)
