@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -43,19 +44,17 @@ def goodput(records: Sequence[Record], limits: Mapping[str, float]) -> int:
 
 
 def peaks(records: Sequence[Record]) -> tuple[float, int]:
-    """Most tokens that came in one second, and most requests open in one second, over the seconds of the run."""
+    """Most tokens that came within one second of the run, and most requests that were open at once."""
     if not records:
         return 0.0, 0
     begin = min(r.start for r in records)
-    seconds = int(max(r.start + r.latency for r in records) - begin) + 1
-    tokens, running = np.zeros(seconds), np.zeros(seconds)
+    tokens = np.zeros(int(max(r.start + r.latency for r in records) - begin) + 1)
     for r in records:
-        first = r.start - begin
-        times = first + r.ttft + np.concatenate(([0.0], np.cumsum(r.itls)))
+        times = r.start - begin + r.ttft + np.concatenate(([0.0], np.cumsum(r.itls)))
         # A chunk may hold several tokens: they are shared out evenly.
-        np.add.at(tokens, np.minimum(times.astype(int), seconds - 1), r.output_len / len(times))
-        running[int(first) : int(first + r.latency) + 1] += 1
-    return float(tokens.max()), int(running.max())
+        np.add.at(tokens, np.minimum(times.astype(int), len(tokens) - 1), r.output_len / len(times))
+    changes = sorted([(r.start, 1) for r in records] + [(r.start + r.latency, -1) for r in records])
+    return float(tokens.max()), max(itertools.accumulate(change for _, change in changes))
 
 
 def result(

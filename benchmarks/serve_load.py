@@ -1,0 +1,564 @@
+"""What serving costs, and what bad clients cost. On a CPU, with a tiny model; results as JSON.
+
+    python benchmarks/serve_load.py tokens host clients --save benchmarks/results/serve-load-cpu.json
+
+``tokens``: processor time of the HTTP process for one token of a stream: its share of a step's message, detokenizing,
+JSON, the socket.
+
+``host``: host time per step, idle time of the device and tokens a second, for the library alone and behind the server
+with as many streams open; and with the same requests, but none of them streamed. So that the device takes no processor
+time from the host, as a GPU does not, a step of it sleeps. The engine has one core for itself, HTTP and client another.
+
+``clients``: thousands of open connections, readers that do not read, heads that are never finished, bodies without an
+end: how long each is borne, how much memory it takes, and how long others wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gapless.bench.environment import environment
+from gapless.bench.serve_http import HttpClient
+from gapless.bench.serve_load import random_asks
+from gapless.bench.serve_report import result
+from gapless.bench.serve_run import Target, run
+from gapless.top.exposition import Reading
+
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+VOCAB = 10240
+ENGINE = {
+    "device": "cpu", "max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 512, "block_size": 16,
+    "num_kv_blocks": 8193, "check_model": False, "enable_prefix_caching": False,
+}  # fmt: skip
+PROMPT, NEW = 16, 256
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+# ---- a model and a server ---------------------------------------------------------------------------------------
+
+
+def make_folder(path: Path) -> None:
+    """A tiny model with random weights, and a tokenizer whose tokens are words."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from gapless.bench.models import random_model
+
+    random_model("tiny", torch.device("cpu"), torch.float32).save_pretrained(path)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = [f"Ġ{letters[i // 676 % 26]}{letters[i // 26 % 26]}{letters[i % 26]}" for i in range(VOCAB)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+
+
+def sleeping(inner: Any, seconds: float) -> Any:
+    """A forward pass whose step takes at least ``seconds``, most of which is sleep."""
+
+    def forward(*arguments: Any) -> Any:
+        end = time.perf_counter() + seconds
+        found = inner(*arguments)
+        time.sleep(max(end - time.perf_counter(), 0.0))
+        return found
+
+    return forward
+
+
+def engine_main(descriptor: int, step: float) -> None:
+    """The engine's process, on the first core, with steps that sleep."""
+    from gapless.server.engine_process import EngineServer, die_with_parent
+
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pin(0)
+
+    def slow_down() -> None:
+        server.built.model.forward = sleeping(server.built.model.forward, step)
+
+    server = EngineServer(socket.socket(fileno=descriptor), on_loaded=slow_down)
+    os._exit(server.run())
+
+
+def front_main(folder: str, step: float) -> None:
+    """The HTTP process, on the other core."""
+    import logging
+
+    import uvloop
+    from gapless.server.lifecycle import Lifecycle
+    from gapless.server.logs import set_up_logging
+    from gapless.server.options import ServerOptions
+
+    def start(end: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, __file__, "--engine", str(end.fileno()), str(step)]
+        return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+
+    set_up_logging(logging.INFO, False)
+    pin(-1)
+    options = ServerOptions(port=0, access_log=False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        sys.exit(runner.run(Lifecycle(folder, options, dict(ENGINE), start).run()))
+
+
+def pin(core: int) -> None:
+    """Keep this process on one core, if there are several."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[core]})
+
+
+class Server:
+    """A server in processes of its own."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stderr=self._log.fileno(), stdout=subprocess.DEVNULL
+        )
+        end = time.monotonic() + 300
+        while (match := re.search(r"listening on (http://[^\s;]+)", self.log)) is None:
+            self._check(end)
+        self.url = match[1]
+        self.port = int(self.url.rpartition(":")[2])
+        while not self._ready():
+            self._check(end)
+
+    @property
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def _check(self, end: float) -> None:
+        if self.process.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"the server did not start:\n{self.log[-3000:]}")
+        time.sleep(0.1)
+
+    def _ready(self) -> bool:
+        return b" 200 " in once(self.port, b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")[:20]
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the HTTP process."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * TICK
+
+    def memory_mb(self) -> float:
+        """Resident memory of the HTTP process."""
+        match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
+        assert match is not None
+        return int(match[1]) / 1024
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+        self._log.close()
+
+
+def once(port: int, request: bytes) -> bytes:
+    """Send, and return all that comes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(request)
+        parts = []
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(65536):
+                parts.append(part)
+        return b"".join(parts)
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str]) -> Iterator[Server]:
+    """A server that ends with the block."""
+    server = Server(command)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def plain(folder: str, *options: str) -> list[str]:
+    """The command of the ordinary server."""
+    engine = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if not isinstance(value, bool)]
+    off = [f"--no-{name.replace('_', '-')}" for name, value in ENGINE.items() if value is False]
+    return ["-m", "gapless", "serve", folder, "--port=0", "--no-access-log", *engine, *off, *options]
+
+
+def streams(url: str, count: int, new: int) -> dict[str, Any]:
+    """So many streams at once, all to their end."""
+
+    async def whole() -> dict[str, Any]:
+        client = HttpClient(url, {}, timeout=600)
+        target = Target("/v1/completions", False, await model_of(client), GREEDY)
+        asks = random_asks(count, PROMPT, new, vocab=VOCAB)
+        records, seconds = await run(client, target, asks, [0.0] * count, None, "load")
+        await client.close()
+        return result(records, seconds)
+
+    import uvloop
+
+    return uvloop.run(whole())
+
+
+async def model_of(client: HttpClient) -> str:
+    return str(json.loads((await client.get("/v1/models")).body)["data"][0]["id"])
+
+
+# ---- tokens -----------------------------------------------------------------------------------------------------
+
+
+def tokens(folder: str, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds of the HTTP process for a token."""
+    rows = []
+    with serving(plain(folder)) as server:
+        streams(server.url, 16, 32)
+        for count in (1, 16, 64, 256):
+            new = max(16384 // count, 128)
+            new = min(new, 480)
+            for _ in range(repeats if count > 1 else 2 * repeats):
+                before = server.cpu_seconds()
+                found = streams(server.url, count, new)
+                used = server.cpu_seconds() - before
+                assert found["failed"] == 0, found["errors"][:3]
+                rows.append(
+                    {
+                        "streams": count,
+                        "tokens": found["total_output_tokens"],
+                        "cpu_us_per_token": 1e6 * used / found["total_output_tokens"],
+                        "tokens_per_s": found["output_throughput"],
+                    }
+                )
+                print(rows[-1], flush=True)
+    return rows
+
+
+# ---- host -------------------------------------------------------------------------------------------------------
+
+
+def host(folder: str, step: float, repeats: int) -> list[dict[str, Any]]:
+    """The library alone, the server with streams, the server without, by turns."""
+    rows: list[dict[str, Any]] = []
+
+    def show(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(row, flush=True)
+
+    with serving([__file__, "--front", folder, str(step)]) as server:
+        pin(-1)
+        for _ in range(repeats):
+            for count in (64, 256):
+                done = subprocess.run(
+                    [sys.executable, __file__, "--library", folder, str(step), str(count)],
+                    stdout=subprocess.PIPE, check=True, text=True,
+                )  # fmt: skip
+                show(json.loads(done.stdout.splitlines()[-1]))
+                for streamed in (0, count):
+                    show(asyncio.run(behind_the_server(server, count, streamed)))
+    return rows
+
+
+def figures(kind: str, count: int, streamed: int, wall: float, now: dict[str, float]) -> dict[str, Any]:
+    """One row."""
+    steps = now["steps"]
+    return {
+        "where": kind,
+        "requests": count,
+        "open_streams": streamed,
+        "tokens_per_s": count * NEW / wall,
+        "host_ms_per_step": 1e3 * now["host"] / steps,
+        "step_ms": 1e3 * (now["busy"] + now["idle_host"]) / steps,
+        "idle_host_percent": 100 * now["idle_host"] / (now["busy"] + now["idle_host"]),
+    }
+
+
+async def behind_the_server(server: Server, count: int, streamed: int) -> dict[str, Any]:
+    """Requests over HTTP; figures from the server's own counters."""
+    client = HttpClient(server.url, {}, timeout=600)
+    model = await model_of(client)
+
+    async def read() -> dict[str, float]:
+        await asyncio.sleep(1.2)  # the engine's counters come with its steps, and once a second
+        reading = Reading.of(0.0, (await client.get("/metrics")).body.decode())
+        stages = reading.by("step_host_seconds_total", "stage")
+        idle = reading.by("gpu_idle_seconds_total", "cause")
+        return {
+            "steps": reading.value("steps_total") or 0.0,
+            "busy": reading.value("gpu_busy_seconds_total") or 0.0,
+            "idle_host": idle.get("host", 0.0),
+            "host": sum(value for stage, value in stages.items() if stage != "wait"),
+        }
+
+    asks = random_asks(count, PROMPT, NEW, vocab=VOCAB)
+    before, start = await read(), time.perf_counter()
+    if streamed:
+        target = Target("/v1/completions", False, model, GREEDY)
+        records, wall = await run(client, target, asks, [0.0] * count, None, "load")
+        assert not any(record.error for record in records), records[0].error
+    else:
+        body = {"model": model, "prompt": [ask.prompt for ask in asks], "max_tokens": NEW, **GREEDY}
+        answer = await client.post("/v1/completions", json.dumps(body).encode())
+        assert answer.status == 200, answer.body[:300]
+        wall = time.perf_counter() - start
+    after = await read()
+    await client.close()
+    return figures("server", count, streamed, wall, {name: after[name] - before[name] for name in after})
+
+
+def library_main(folder: str, step: float, count: int) -> None:
+    """The same requests without a server, on the engine's core."""
+    pin(0)
+    from gapless import LLM, SamplingParams
+
+    with LLM(folder, **ENGINE) as llm:
+        model = llm._client.model
+        model.forward = sleeping(model.forward, step)
+        params = SamplingParams(max_tokens=NEW, **GREEDY)
+        prompts = [ask.prompt for ask in random_asks(count, PROMPT, NEW, vocab=VOCAB)]
+        llm.generate(prompts[:4], params, use_tqdm=False)
+        stats = llm._client.engine.stats
+        names = ("steps", "busy", "idle_host")
+        before = {name: getattr(stats, name) for name in names} | {"host": stats.host_work}
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        wall = time.perf_counter() - start
+        stats = llm._client.engine.stats
+        after = {name: getattr(stats, name) for name in names} | {"host": stats.host_work}
+    print(json.dumps(figures("library", count, 0, wall, {name: after[name] - before[name] for name in after})))
+
+
+# ---- clients ----------------------------------------------------------------------------------------------------
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+SECONDS = 4
+"""Time limits of the server, so that the benchmark need not wait for the usual ones."""
+
+
+class Meanwhile:
+    """A good request again and again, and the server's memory, while something else goes on; in a thread of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ended = threading.Event()
+        self.latencies: list[float] = []
+        self.memory: list[float] = []
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)
+        while not self._ended.wait(0.05):
+            start = time.perf_counter()
+            connection.request("GET", "/version")
+            assert connection.getresponse().read()
+            self.latencies.append(time.perf_counter() - start)
+            self.memory.append(self._server.memory_mb())
+        connection.close()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def scenario(server: Server, name: str, work: Any) -> dict[str, Any]:
+    """Run ``work`` and say what it did to the server."""
+    before, meanwhile = server.memory_mb(), Meanwhile(server)
+    start = time.perf_counter()
+    try:
+        found = asyncio.run(work)
+        seconds = time.perf_counter() - start
+    finally:
+        meanwhile.end()
+    time.sleep(1.0)
+    row = {
+        "scenario": name, **found, "seconds": seconds, "memory_mb_before": before,
+        "memory_mb_most": max(meanwhile.memory), "memory_mb_after": server.memory_mb(),
+        "others_ms_median": 1e3 * sorted(meanwhile.latencies)[len(meanwhile.latencies) // 2],
+        "others_ms_worst": 1e3 * max(meanwhile.latencies),
+    }  # fmt: skip
+    print(row, flush=True)
+    return row
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes."""
+    out = b""
+    with contextlib.suppress(ConnectionError):
+        while part := await reader.read(65536):
+            out += part[: 4096 - len(out)] if len(out) < 4096 else b""
+    return out
+
+
+async def many_connections(port: int, count: int) -> dict[str, Any]:
+    """Open them all; each asks once and stays. Some more must be refused."""
+    writers, answers, gate = [], {200: 0, 503: 0}, asyncio.Semaphore(200)
+
+    async def one() -> None:
+        async with gate:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+            writers.append(writer)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            status = int((await reader.readuntil(b"\r\n")).split()[1])
+            answers[status] = answers.get(status, 0) + 1
+
+    try:
+        await asyncio.gather(*(one() for _ in range(count)))
+        opened = len(writers)
+        await asyncio.gather(*(one() for _ in range(200)))
+        return {"connections": opened, "answers": {str(k): v for k, v in answers.items()}}
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def half_heads(port: int, count: int) -> dict[str, Any]:
+    """Heads that never end."""
+
+    async def one() -> tuple[float, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        start = time.perf_counter()
+        writer.write(HEAD + b"x-a: ")
+        answer = await until_closed(reader)
+        writer.close()
+        return time.perf_counter() - start, answer
+
+    ends = await asyncio.gather(*(one() for _ in range(count)))
+    return {
+        "connections": count,
+        "limit_s": SECONDS,
+        "slowest_close_s": max(seconds for seconds, _ in ends),
+        "answered_408": sum(b" 408 " in answer[:20] for _, answer in ends),
+    }
+
+
+async def endless_bodies(port: int, count: int, pause: float) -> dict[str, Any]:
+    """Chunked bodies without an end: as fast as they can be sent, or a byte now and then."""
+    piece = b"10000\r\n" + b" " * 65536 + b"\r\n" if not pause else b"1\r\n \r\n"
+
+    async def one() -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        closed, sent = asyncio.create_task(until_closed(reader)), 0
+        with contextlib.suppress(ConnectionError):
+            while not closed.done():
+                writer.write(piece)
+                sent += len(piece)
+                await asyncio.wait_for(asyncio.shield(asyncio.create_task(writer.drain())), 60)
+                await asyncio.sleep(pause)
+        writer.transport.abort()
+        return sent, await closed
+
+    ends = await asyncio.gather(*(one() for _ in range(count)))
+    statuses = sorted({answer.split(b" ")[1].decode() for _, answer in ends if b" " in answer})
+    return {"connections": count, "most_sent_mb": max(sent for sent, _ in ends) / 2**20, "statuses": statuses}
+
+
+async def slow_readers(url: str, port: int, count: int) -> dict[str, Any]:
+    """Streams that are asked for and never read, too long for the kernel's buffers: until the server has ended them."""
+    body = json.dumps({"prompt": [1] * PROMPT, "max_tokens": 480, "n": 64, "stream": True, "ignore_eos": True}).encode()
+    client, loop = HttpClient(url, {}), asyncio.get_running_loop()
+
+    async def aborted() -> float:
+        reading = Reading.of(0.0, (await client.get("/metrics")).body.decode())
+        return reading.value("request_success_total", finished_reason="abort") or 0.0
+
+    connections = []
+    before, start = await aborted(), time.perf_counter()
+    for _ in range(count):
+        connections.append(socket.socket())
+        connections[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connections[-1].setblocking(False)
+        await loop.sock_connect(connections[-1], ("127.0.0.1", port))
+        await loop.sock_sendall(connections[-1], HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+    await asyncio.sleep(0.5)
+    while json.loads((await client.get("/load")).body)["server_load"]:
+        assert time.perf_counter() - start < 300, "streams that nobody reads are not ended"
+        await asyncio.sleep(0.1)
+    seconds = time.perf_counter() - start
+    found = {
+        "connections": count, "limit_s": SECONDS, "all_ended_s": seconds, "completions": 64 * count,
+        "aborted": await aborted() - before,
+    }  # fmt: skip
+    await client.close()
+    for connection in connections:
+        connection.close()
+    return found
+
+
+def clients(folder: str, count: int) -> list[dict[str, Any]]:
+    """All scenarios, one after the other, and good requests at the end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(count, hard - 500)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, count + 500), hard))
+    limits = [f"--{name}-timeout={SECONDS}" for name in ("header", "body", "write")]
+    with serving(plain(folder, *limits, f"--max-connections={count + 50}")) as server:
+        streams(server.url, 16, 32)
+
+        port = server.port
+        rows = [
+            scenario(server, "many connections", many_connections(port, count)),
+            scenario(server, "half-sent heads", half_heads(port, 500)),
+            scenario(server, "slow bodies", endless_bodies(port, 100, 0.5)),
+            scenario(server, "endless bodies", endless_bodies(port, 4, 0.0)),
+            scenario(server, "streams that nobody reads", slow_readers(server.url, port, 4)),
+        ]
+        found = streams(server.url, 64, 32)
+        assert found["failed"] == 0, found["errors"][:3]
+        rows.append({"scenario": "64 good streams afterwards", "completed": found["completed"]})
+        print(rows[-1], flush=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return rows
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the parts that are named."""
+    if sys.argv[1:2] == ["--engine"]:
+        return engine_main(int(sys.argv[2]), float(sys.argv[3]))
+    if sys.argv[1:2] == ["--front"]:
+        return front_main(sys.argv[2], float(sys.argv[3]))
+    if sys.argv[1:2] == ["--library"]:
+        return library_main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help="of tokens, host, clients (default: all)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=40.0, help="of the device of `host` (default: 40)")
+    parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--save", type=Path)
+    arguments = parser.parse_args()
+    parts = arguments.parts or ["tokens", "host", "clients"]
+    if not set(parts) <= {"tokens", "host", "clients"}:
+        parser.error("parts are tokens, host, clients")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    figures_of: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="gapless-load-") as folder:
+        make_folder(Path(folder))
+        if "tokens" in parts:
+            figures_of["tokens"] = tokens(folder, arguments.repeats)
+        if "clients" in parts:
+            figures_of["clients"] = clients(folder, arguments.connections)
+        if "host" in parts:  # last: it pins this process
+            figures_of["host"] = host(folder, arguments.step_ms / 1e3, arguments.repeats)
+    if arguments.save:
+        text = json.dumps({"environment": environment(), "figures": figures_of}, indent=1)
+        arguments.save.write_text(text + "\n", encoding="utf-8")
+    return None
+
+
+if __name__ == "__main__":
+    main()
