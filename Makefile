@@ -1,6 +1,6 @@
 # make demo   a small real model answers the prompts of examples/ through the asynchronous loop
 # make test   all tests
-# Both create .venv and bring the model on their first call. Others: make lint, types, model, readme, clean.
+# Both create .venv and bring the model on their first call. Others: make clients, lint, types, model, readme, clean.
 #
 # PYTHON and VENV may be given: make test PYTHON=python3.12 VENV=/tmp/venv
 
@@ -14,7 +14,7 @@ CUDA := import importlib.util as u, sys; sys.exit(not u.find_spec("torch") or __
 INSTALL = if $(BIN)/python -c '$(CUDA)' 2>/dev/null; then pins=; else pins='-c constraints-dev.txt'; fi; \
 	$(BIN)/python -m pip install --quiet $$pins
 
-.PHONY: demo test lint types install model readme clean
+.PHONY: demo test clients lint types install model readme clean
 
 demo: $(VENV)/.demo model
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,11 @@ demo: $(VENV)/.demo model
 # One thread for torch in each worker: two processes share the cores better than two pools of threads.
 test: $(VENV)/.dev model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+# Clients of OpenAI's interface, each in an environment of its own, against a real server. Minutes and gigabytes the
+# first time. CLIENTS="openai lm-eval" runs some of them.
+clients: $(VENV)/.dev model
+	$(BIN)/python tools/clients.py $(CLIENTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

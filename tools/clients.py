@@ -62,8 +62,9 @@ class Place:
         Raises:
             ClientError: it failed.
         """
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "datasets")}
+        environment = {**os.environ, "HF_DATASETS_CACHE": str(self.work / "datasets")}
         environment["PATH"] = f"{self.bin}{os.pathsep}{environment['PATH']}"
+        environment.pop("HF_HUB_OFFLINE", None)  # aiperf takes a folder for a name on the Hub if it is set
         for name in ("PYTHONPATH", "OPENAI_API_KEY"):
             environment.pop(name, None)
         done = subprocess.run(
@@ -71,8 +72,8 @@ class Place:
             capture_output=True, text=True, cwd=self.work, env=environment, timeout=900, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode:
-            lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
-            raise ClientError(f"exit code {done.returncode}: {' '.join(lines)[-400:]}")
+            lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-20:]
+            raise ClientError(f"exit code {done.returncode}: {' '.join(lines)[-600:]}")
         return done.stdout
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
@@ -180,7 +181,7 @@ def check_aiperf(place: Place) -> str:
     """All requests succeed, and the server's metrics are read."""
     place.call(
         "aiperf", "profile", "--model", NAME, "--url", place.url, "--endpoint-type", "chat", "--streaming",
-        "--request-count", "4", "--concurrency", "2", "--tokenizer", "builtin",
+        "--request-count", "4", "--concurrency", "2", "--tokenizer", place.model,
         "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "6", "--ui-type", "none",
         "--output-artifact-dir", str(place.work / "artifacts"),
     )  # fmt: skip
