@@ -79,5 +79,3 @@ def turns(path: str) -> Iterator[tuple[str, str]]:
         texts = [str(t["value"]) for t in turns if isinstance(t, dict) and "value" in t]
         if len(texts) >= 2:
             yield texts[0], texts[1]
-
-
