@@ -390,7 +390,7 @@ def test_the_command_with_a_chat_and_a_key(mock: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     server = mock(plain)
     options = ["--backend=openai-chat", "--num-prompts=2", "--random-input-len=5", "--random-output-len=3", "--quiet"]
-    assert main(["bench", "serve", f"--base-url={server.url}", *options]) == 0
+    assert main(["bench", "serve", f"--base-url={server.url}/v1/", *options]) == 0
     path, headers, body = server.requests[-1]
     assert path == "/v1/chat/completions"
     assert headers["authorization"] == "Bearer k"

@@ -209,7 +209,7 @@ async def _measure(arguments: argparse.Namespace, settings: dict[str, Any]) -> d
     from gapless.bench.serve_report import result
     from gapless.bench.serve_run import Target, run, send
 
-    url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
+    url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
     headers = dict(settings["headers"])
     if os.environ.get("OPENAI_API_KEY"):
         headers.setdefault("authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
