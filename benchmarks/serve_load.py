@@ -325,6 +325,11 @@ async def behind_the_server(server: Server, count: int, streamed: int) -> dict[s
     return figures("server", count, streamed, wall, {name: after[name] - before[name] for name in after})
 
 
+def counters(stats: Any) -> dict[str, float]:
+    """Those that `figures` takes, of the engine itself."""
+    return {"steps": stats.steps, "busy": stats.busy, "idle_host": stats.idle_host, "host": stats.host_work}
+
+
 def library_main(folder: str, step: float, count: int) -> None:
     """The same requests without a server, on the engine's core."""
     pin(0)
@@ -334,16 +339,12 @@ def library_main(folder: str, step: float, count: int) -> None:
         model = llm._client.model
         model.forward = sleeping(model.forward, step)
         params = SamplingParams(max_tokens=NEW, **GREEDY)
-        prompts = [ask.prompt for ask in random_asks(count, PROMPT, NEW, vocab=VOCAB)]
+        prompts = [{"prompt_token_ids": ask.prompt} for ask in random_asks(count, PROMPT, NEW, vocab=VOCAB)]
         llm.generate(prompts[:4], params, use_tqdm=False)
-        stats = llm._client.engine.stats
-        names = ("steps", "busy", "idle_host")
-        before = {name: getattr(stats, name) for name in names} | {"host": stats.host_work}
-        start = time.perf_counter()
+        before, start = counters(llm.stats()[0]), time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         wall = time.perf_counter() - start
-        stats = llm._client.engine.stats
-        after = {name: getattr(stats, name) for name in names} | {"host": stats.host_work}
+        after = counters(llm.stats()[0])
     print(json.dumps(figures("library", count, 0, wall, {name: after[name] - before[name] for name in after})))
 
 
