@@ -228,28 +228,32 @@ async def model_of(client: HttpClient) -> str:
 
 
 def tokens(folder: str, repeats: int) -> list[dict[str, Any]]:
-    """Microseconds of the HTTP process for a token."""
+    """Microseconds of the HTTP process for one more token, and for a request: from runs of two lengths."""
     rows = []
+    short, long = 96, 480
     with serving(plain(folder)) as server:
         streams(server.url, 16, 32)
         for count in (1, 16, 64, 256):
-            new = max(16384 // count, 128)
-            new = min(new, 480)
-            for _ in range(repeats if count > 1 else 2 * repeats):
-                before = server.cpu_seconds()
-                found = streams(server.url, count, new)
-                user, system = (1e6 * (b - a) for a, b in zip(before, server.cpu_seconds(), strict=True))
-                assert found["failed"] == 0, found["errors"][:3]
-                rows.append(
-                    {
-                        "streams": count,
-                        "tokens": found["total_output_tokens"],
-                        "cpu_us_per_token": (user + system) / found["total_output_tokens"],
-                        "kernel_us_per_token": system / found["total_output_tokens"],
-                        "tokens_per_s": found["output_throughput"],
-                    }
-                )
-                print(rows[-1], flush=True)
+            for _ in range(repeats):
+                used = []
+                for new in (short, long):
+                    rounds = max(16 // count, 1)  # the kernel counts in hundredths of a second
+                    before = server.cpu_seconds()
+                    for _ in range(rounds):
+                        found = streams(server.url, count, new)
+                        assert found["failed"] == 0, found["errors"][:3]
+                    after = server.cpu_seconds()
+                    used.append([1e6 * (b - a) / rounds / count for a, b in zip(before, after, strict=True)])
+                user, system = ((b - a) / (long - short) for a, b in zip(*used, strict=True))
+                row = {
+                    "streams": count,
+                    "cpu_us_per_token": user + system,
+                    "kernel_us_per_token": system,
+                    "cpu_us_per_request": sum(used[0]) - short * (user + system),
+                    "tokens_per_s": found["output_throughput"],
+                }
+                rows.append(row)
+                print(row, flush=True)
     return rows
 
 
