@@ -11,7 +11,6 @@ LATENCIES = (
     ("whole request", "e2e_request_latency_seconds"),
 )
 PERCENTILES = (50, 90, 99)
-STAGES = ("receive", "schedule", "launch", "wait", "commit", "publish")
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -70,8 +69,8 @@ def frame(change: Difference, title: str) -> list[str]:
         lines.append(f"{name:<16}" + "".join(f"{c:>10}" for c in [*cells, seconds(change.mean(metric))]))
     steps = change.grown("steps_total")
     if steps:
-        host = {stage: change.grown("step_host_seconds_total", stage=stage) for stage in STAGES}
-        parts = [f"{stage} {seconds(value / steps)}" for stage, value in host.items() if value is not None]
+        host = change.rates("step_host_seconds_total", "stage")
+        parts = [f"{stage} {seconds(rate * change.seconds / steps)}" for stage, rate in host.items()]
         lines += ["", "host per step   " + "   ".join(parts)]
     return lines
 
