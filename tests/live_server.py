@@ -89,9 +89,10 @@ class LiveServer:
 
         self.code = asyncio.run(whole())
 
-    def wait_ready(self) -> LiveServer:
+    def wait_ready(self, **headers: str) -> LiveServer:
+        """``headers`` go with each request of ``client``."""
         wait_until(lambda: httpx.get(self.url + "/ready").status_code == 200, "the engine")
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=30, headers=headers)
         return self
 
     @property

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[str, Any, int, str]] = {
     "temperature 1e999": (COMPLETIONS, b'{"prompt": "hello", "temperature": 1e999}', 400, "temperature"),
     **{f"top_p {v!r}": (COMPLETIONS, completion(top_p=v), 400, "top_p") for v in (0, 1.1, -1)},
     **{f"top_k {v!r}": (COMPLETIONS, completion(top_k=v), 400, "top_k") for v in (-2, 1.5)},
+    "top_k 10**30": (COMPLETIONS, completion(top_k=10**30), 400, "top_k"),
     **{f"min_p {v!r}": (COMPLETIONS, completion(min_p=v), 400, "min_p") for v in (-0.1, 1.1)},
     **{f"{n}": (COMPLETIONS, completion(**{n: 2.1}), 400, n) for n in ("presence_penalty", "frequency_penalty")},
     **{f"repetition {v}": (COMPLETIONS, completion(repetition_penalty=v), 400, "repetition_penalty")

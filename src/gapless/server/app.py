@@ -51,7 +51,7 @@ def make_app(serving: Serving, keys: Keys, hosts: frozenset[str] | None) -> ASGI
         keys: one of which every request needs, but for `OPEN_PATHS`.
         hosts: names that the Host header may have; None allows all.
     """
-    routes = _Routes(serving)
+    routes = _Routes(serving, keys)
     router = Router(
         [
             Route("/v1/models", routes.models),
@@ -183,8 +183,9 @@ class Gate:
 class _Routes:
     """One method for each route."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, keys: Keys) -> None:
         self._serving = serving
+        self._keys = keys
         self._document: dict[str, Any] | None = None
 
     # ---- text -----------------------------------------------------------------------------------------------------
@@ -278,5 +279,6 @@ class _Routes:
 
     def _openapi(self) -> dict[str, Any]:
         if self._document is None:
-            self._document = openapi.document("gapless")
+            public = frozenset({"/metrics"} if self._serving.options.public_metrics else ())
+            self._document = openapi.document("gapless", keys=bool(self._keys), open_paths=public)
         return self._document

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
@@ -37,6 +39,8 @@ from gapless.server.wire import (
     Stop,
     ToFrontEnd,
     encode,
+    encode_request,
+    refuse_what_cannot_travel,
     to_front_end,
 )
 from gapless.text.chat import EncodedPrompt
@@ -114,7 +118,7 @@ class RemoteEngine:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._requests: list[Request] = []
+        self._requests: list[msgspec.Raw] = []
         self._finish: list[tuple[int, FinishReason]] = []
         self._due = False
         self.error: BaseException | None = None
@@ -134,7 +138,7 @@ class RemoteEngine:
     def submit(self, requests: list[Request]) -> None:
         """With the next message. On the event loop's thread only, as all of this class."""
         self.raise_if_dead()
-        self._requests += requests
+        self._requests += map(encode_request, requests)
         self._flush_soon()
 
     def finish(self, request_id: int, reason: FinishReason) -> None:
@@ -270,6 +274,10 @@ class RemoteClient(EngineClient):
         if self.tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer, and there is none")
         return RemoteGrammars()
+
+    def _requests(self, submission: Submission, lora: LoraRef | None) -> list[Request]:
+        refuse_what_cannot_travel(submission.params)  # now: nothing of it has been registered yet
+        return super()._requests(submission, lora)
 
     def _start(self) -> None:
         """There is no thread: `take` is called instead."""

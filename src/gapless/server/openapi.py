@@ -21,7 +21,8 @@ class Operation:
         request: type of the body, if there is one.
         response: type of the answer; a text names its media type.
         stream: the answer may be events.
-        open: no key is asked for.
+        open: no key is asked for, even where the others need one.
+        example: a body.
     """
 
     method: str
@@ -31,14 +32,30 @@ class Operation:
     response: Any = None
     stream: bool = False
     open: bool = False
+    example: dict[str, Any] | None = None
 
 
+_TALK = {"messages": [{"role": "user", "content": "Name three rivers."}]}
 OPERATIONS = (
     Operation("get", "/v1/models", "The models that can be named", None, protocol.ModelList),
     Operation("get", "/v1/models/{model}", "One model", None, protocol.ModelCard),
-    Operation("post", "/v1/completions", "Go on from a prompt", protocol.CompletionRequest, protocol.Completion, True),
     Operation(
-        "post", "/v1/chat/completions", "Answer a conversation", protocol.ChatRequest, protocol.ChatCompletion, True
+        "post",
+        "/v1/completions",
+        "Go on from a prompt",
+        protocol.CompletionRequest,
+        protocol.Completion,
+        True,
+        example={"prompt": "The three longest rivers are", "max_tokens": 16},
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        protocol.ChatRequest,
+        protocol.ChatCompletion,
+        True,
+        example={**_TALK, "max_tokens": 16},
     ),
     Operation(
         "post",
@@ -47,9 +64,19 @@ OPERATIONS = (
         responses_protocol.ResponsesRequest,
         responses_protocol.ResponseObject,
         True,
+        example={"input": "Name three rivers.", "max_output_tokens": 16},
     ),
-    Operation("post", "/tokenize", "Text to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
-    Operation("post", "/detokenize", "Token ids to text", protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    Operation(
+        "post", "/tokenize", "Text to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse, example=_TALK
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "Token ids to text",
+        protocol.DetokenizeRequest,
+        protocol.DetokenizeResponse,
+        example={"tokens": [3, 4, 5]},
+    ),
     Operation("get", "/tokenizer_info", "The tokenizer's special tokens and template", None, dict[str, Any]),
     Operation("get", "/health", "Whether the server lives", None, protocol.Health, open=True),
     Operation("get", "/ready", "Whether the server takes requests", None, protocol.Health, open=True),
@@ -63,8 +90,12 @@ OPERATIONS = (
 )
 
 
-def document(title: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+def document(title: str, *, keys: bool = False, open_paths: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The OpenAPI 3.1 document.
+
+    Args:
+        keys: the server asks for one, but for `Operation.open` and ``open_paths``.
+    """
     types = [t for o in OPERATIONS for t in (o.request, o.response) if t is not None and not isinstance(t, str)]
     schemas, components = msgspec.json.schema_components(
         [*types, ErrorResponse, protocol.ChatChunk], ref_template="#/components/schemas/{name}"
@@ -89,26 +120,26 @@ def document(title: str) -> dict[str, Any]:
         }
         if o.path in ("/health", "/ready", "/ping"):
             operation["responses"]["503"] = {**answer, "description": "Not now"}
-        if o.open:
+        if keys and (o.open or o.path in open_paths):
             operation["security"] = []
         if o.request is not None:
             operation["requestBody"] = {
                 "required": True,
-                "content": {"application/json": {"schema": schema_of[id(o.request)]}},
+                "content": {"application/json": {"schema": schema_of[id(o.request)], "example": o.example}},
             }
         if "{model}" in o.path:
             operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(o.path, {})[o.method] = operation
-    return {
+    found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": title, "version": __version__},
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{"key": []}],
+        "components": {"schemas": components},
     }
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
 
 
 def page(found: dict[str, Any]) -> str:

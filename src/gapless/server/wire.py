@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from gapless.engine import EngineStats
+from gapless.errors import RequestError
 from gapless.messages import StepMessage
 from gapless.request import FinishReason, LoraRef, Request, SamplingParams
 from gapless.scheduler import SchedulerStats
@@ -85,8 +86,8 @@ class Commands(msgspec.Struct, tag="commands", array_like=True):
     finish: list[tuple[int, FinishReason]]
 
     @classmethod
-    def of(cls, requests: list[Request], finish: list[tuple[int, FinishReason]]) -> Commands:
-        """To be sent: a request is written as it is."""
+    def of(cls, requests: list[msgspec.Raw], finish: list[tuple[int, FinishReason]]) -> Commands:
+        """To be sent: requests as `encode_request` has written them."""
         return cls(requests, finish)
 
     def read(self) -> list[Request]:
@@ -182,6 +183,24 @@ def _from_plain(kind: Any, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_plain)
 to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd, dec_hook=_from_plain)
+
+
+def encode_request(request: Request) -> msgspec.Raw:
+    """A request for `Commands.of`. Each by itself, so that what cannot be written harms no other."""
+    return msgspec.Raw(_encoder.encode(request))
+
+
+def refuse_what_cannot_travel(params: SamplingParams) -> None:
+    """Raise `RequestError` for parameters that a library takes and a message cannot hold, such as huge integers."""
+    try:
+        _encoder.encode(params)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        for field in fields(params):
+            try:
+                _encoder.encode(getattr(params, field.name))
+            except (OverflowError, TypeError, ValueError, RecursionError):
+                raise RequestError(f"{field.name} is not allowed: {error}") from error
+        raise RequestError(f"the sampling parameters are not allowed: {error}") from error
 
 
 def encode(message: ToEngine | ToFrontEnd) -> bytes:

@@ -1,0 +1,225 @@
+"""What a token costs the front end of `gapless serve`: from the engine's bytes to the client's socket, on one core.
+
+    python benchmarks/front_end.py --tokenizer ~/.cache/gapless/SmolLM2-135M-Instruct --streams 64,256
+
+Three processes: the real front end; an engine of which there is nothing but its messages, one a step with a token for
+each stream, at a steady pace; and a client that throws away what it reads. The figure is the CPU time of the front
+end's process, divided by the tokens. ``tokens/chunk`` says whether it kept up: 1 is one event for each token.
+
+``--profile`` prints where the time goes (and is slower by it). ``--mode process`` measures `OutputProcessor` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import json
+import pstats
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NO_IDS = np.zeros(0, np.int64)
+
+
+def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
+    """The process that stands for an engine: all requests that come get a token each, every ``interval`` seconds."""
+    from gapless.config import EngineConfig
+    from gapless.engine import EngineStats
+    from gapless.messages import Finished, StepMessage
+    from gapless.request import FinishReason
+    from gapless.scheduler import SchedulerStats
+    from gapless.server.wire import Commands, Frames, Ready, Step, Stop, encode, to_engine
+
+    connection = socket.socket(fileno=fd)
+    frames, stats, scheduler = Frames(), EngineStats(), SchedulerStats()
+    config = EngineConfig(max_num_seqs=1024)
+    rng = np.random.default_rng(0)
+    open_: dict[int, Any] = {}
+    ready = Ready("none", asdict(config), vocab, (), 1 << 20, "none", "none")
+    connection.sendall(encode(ready))
+    due = time.monotonic()
+    while True:
+        connection.settimeout(max(due - time.monotonic(), 0.0005) if open_ else None)
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            data = connection.recv(1 << 18)
+            if not data:
+                return
+            for body in frames.feed(data):
+                message = to_engine.decode(body)
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Commands):
+                    for request in message.read():
+                        open_[request.id] = [request, []]
+                    for id, _ in message.finish:
+                        open_.pop(id, None)
+                    due = max(due, time.monotonic() + 0.2)  # until all have come
+        if not open_ or time.monotonic() < due:
+            continue
+        due += interval
+        ids = np.array(list(open_), np.int64)
+        drawn = rng.integers(100, vocab, len(ids)).astype(np.int32)
+        finished = []
+        for (request, so_far), token in zip(list(open_.values()), drawn, strict=True):
+            so_far.append(token)
+            if len(so_far) == tokens:
+                ended = Finished(request.id, np.array(so_far, np.int32), FinishReason.LENGTH)
+                finished.append(ended)
+                del open_[request.id]
+        stats.steps += 1
+        message = StepMessage(ids, drawn, tuple(finished), time.monotonic())
+        connection.sendall(encode(Step(message, stats, scheduler)))
+
+
+def client(port: int, streams: int, path: str, body: dict[str, Any]) -> None:
+    """The process that asks and reads; prints how many events came."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    selector = selectors.DefaultSelector()
+    events = 0
+    for _ in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + data)
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ)
+    while selector.get_map():
+        for key, _ in selector.select():
+            part = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
+            events += part.count(b"data: {")
+            if not part:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    print(events)
+
+
+async def measure(arguments: argparse.Namespace, streams: int, profile: cProfile.Profile | None) -> dict[str, Any]:
+    """One row of the table."""
+    from gapless.server.lifecycle import Lifecycle
+    from gapless.server.options import ServerOptions
+
+    interval = arguments.interval_us * streams / 1e6
+
+    def start(end: socket.socket) -> subprocess.Popen[bytes]:
+        own = [sys.executable, __file__, "--engine", str(end.fileno()), "--vocab", str(arguments.vocab)]
+        own += ["--tokens", str(arguments.tokens), "--interval", str(interval)]
+        return subprocess.Popen(own, pass_fds=[end.fileno()])
+
+    port: list[int] = []
+    options = ServerOptions(port=0, log_level="warning", access_log=False, served_model_name="none")
+    options = ServerOptions(**{**asdict(options), "tokenizer": arguments.tokenizer})
+    server = Lifecycle("none", options, {}, None, start, lambda bound: port.append(bound.getsockname()[1]))
+    running = asyncio.create_task(server.run())
+    while server.serving.opened is None:
+        await asyncio.sleep(0.05)
+        if running.done():
+            raise SystemExit(running.result())
+    if arguments.path == "/v1/chat/completions":
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+    else:
+        body = {"prompt": "Hello"}
+    body |= {"stream": True, "max_tokens": arguments.tokens, "ignore_eos": True}
+    own = [sys.executable, __file__, "--client", str(port[0]), "--path", arguments.path, "--body", json.dumps(body)]
+    asking = await asyncio.create_subprocess_exec(*own, "--streams", str(streams), stdout=subprocess.PIPE)
+    front_end = server.serving.front_end
+    while front_end.sequences < streams:
+        await asyncio.sleep(0.01)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    if profile is not None:
+        profile.enable()
+    start_time = time.monotonic()
+    out, _ = await asking.communicate()
+    if profile is not None:
+        profile.disable()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = time.monotonic() - start_time
+    server.stop()
+    await running
+    tokens = streams * arguments.tokens
+    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return {
+        "streams": streams,
+        "path": arguments.path,
+        "us_per_token": round((user + system) / tokens * 1e6, 2),
+        "user_us": round(user / tokens * 1e6, 2),
+        "system_us": round(system / tokens * 1e6, 2),
+        "tokens_per_chunk": round(tokens / max(int(out) - (streams if "chat" in arguments.path else 0), 1), 2),
+        "core_share": round((user + system) / seconds, 2),
+    }
+
+
+def process_only(arguments: argparse.Namespace, streams: int) -> dict[str, Any]:
+    """`OutputProcessor` in mode "delta", and nothing around it."""
+    from gapless.client import find_tokenizer
+    from gapless.messages import StepMessage
+    from gapless.request import SamplingParams
+    from gapless.text.outputs import OutputProcessor, RequestGroup
+
+    tokenizer = find_tokenizer(arguments.tokenizer, arguments.tokenizer)
+    outputs = OutputProcessor(lambda id: None)
+    params = SamplingParams(max_tokens=arguments.tokens)
+    prompt = np.array([5], np.int32)
+    for i in range(streams):
+        ignore = lambda output: None  # noqa: E731
+        outputs.add(RequestGroup(str(i), None, prompt, params, [i], ignore, tokenizer=tokenizer, mode="delta"))
+    ids = np.arange(streams, dtype=np.int64)
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(100, arguments.vocab, (arguments.tokens, streams)).astype(np.int32)
+    start = time.process_time()
+    for tokens in drawn:
+        outputs.process(StepMessage(ids, tokens, (), 0.0))
+    seconds = time.process_time() - start
+    return {"streams": streams, "us_per_token": round(seconds / drawn.size * 1e6, 2)}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", default=str(Path("~/.cache/gapless/SmolLM2-135M-Instruct").expanduser()))
+    parser.add_argument("--streams", default="64,256")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--interval-us", type=float, default=150.0, help="pace of the engine, for each token")
+    parser.add_argument("--path", default="/v1/completions")
+    parser.add_argument("--mode", choices=("server", "process"), default="server")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES")
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--interval", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--body", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine is not None:
+        engine(arguments.engine, arguments.vocab, arguments.interval, arguments.tokens)
+        return
+    if arguments.client is not None:
+        client(arguments.client, int(arguments.streams), arguments.path, json.loads(arguments.body))
+        return
+    try:
+        import uvloop
+
+        factory: Any = uvloop.new_event_loop
+    except ImportError:
+        factory = asyncio.new_event_loop
+    for streams in map(int, arguments.streams.split(",")):
+        profile = cProfile.Profile() if arguments.profile else None
+        if arguments.mode == "process":
+            print(json.dumps(process_only(arguments, streams)))
+            continue
+        with asyncio.Runner(loop_factory=factory) as runner:
+            print(json.dumps(runner.run(measure(arguments, streams, profile))), flush=True)
+        if profile is not None:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(arguments.profile)
+
+
+if __name__ == "__main__":
+    main()
