@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import cProfile
 import json
 import pstats
 import resource
+import select
 import selectors
 import socket
 import subprocess
@@ -50,8 +50,8 @@ def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
     connection.sendall(encode(ready))
     due = time.monotonic()
     while True:
-        connection.settimeout(max(due - time.monotonic(), 0.0005) if open_ else None)
-        with contextlib.suppress(TimeoutError, BlockingIOError):
+        wait = max(due - time.monotonic(), 0.0) if open_ else None
+        if select.select([connection], [], [], wait)[0]:
             data = connection.recv(1 << 18)
             if not data:
                 return
@@ -211,7 +211,7 @@ def main() -> None:
     except ImportError:
         factory = asyncio.new_event_loop
     for streams in map(int, arguments.streams.split(",")):
-        profile = cProfile.Profile() if arguments.profile else None
+        profile = cProfile.Profile(time.thread_time) if arguments.profile else None
         if arguments.mode == "process":
             print(json.dumps(process_only(arguments, streams)))
             continue

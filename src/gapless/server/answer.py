@@ -51,6 +51,11 @@ class AnswerForm:
         return dataclasses.replace(self, inside=self.reasoning and starts_inside(prompt[-64:]))
 
     @property
+    def is_plain(self) -> bool:
+        """The answer is its text."""
+        return not (self.tools or self.reasoning or self.forced is not None)
+
+    @property
     def needs_special_tokens(self) -> bool:
         """The marks of the form are special tokens, which a text leaves out by default."""
         return bool(self.tools) and self.tool_form in ("llama", "mistral")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from gapless.request import CompletionOutput, RequestOutput, SamplingParams
 from gapless.server import sse
 from gapless.server.answer import Answer, AnswerForm
 from gapless.server.errors import bad_request, unsupported
-from gapless.server.frontend import Ticket
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs
 from gapless.server.protocol import (
     ChatChoice,
@@ -26,6 +24,7 @@ from gapless.server.protocol import (
     ChunkChoice,
     Delta,
     ToolCall,
+    Usage,
     sampling_params,
     usage_of,
 )
@@ -71,7 +70,7 @@ async def create(serving: Serving, request: Request) -> Any:
         (output,) = await serving.final(ticket, request)
         return Json(_answer(call, output))
     ticket = serving.submit([call.prompt], [params], "delta", call.id, body.stream_interval, **terms)
-    return sse.EventStream(_events(serving, call, ticket), ticket)
+    return sse.EventStream(_Events(call), ticket, serving.keep_alive)
 
 
 async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingParams]:
@@ -137,31 +136,47 @@ def _answer(call: Call, output: RequestOutput) -> ChatCompletion:
     return completion
 
 
-async def _events(serving: Serving, call: Call, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-    options = call.body.stream_options
-    usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
-    interval = serving.options.sse_keep_alive_interval or None
-    answers = dict[int, Answer]()
-    generated = 0
-    while not ticket.exhausted:
-        outputs = await ticket.next(interval)
-        if not outputs:
-            yield sse.KEEP_ALIVE
-            continue
-        chunks = list[ChunkChoice]()
+class _Events:
+    """The events of one request; see `sse.Events`."""
+
+    def __init__(self, call: Call) -> None:
+        options = call.body.stream_options
+        self._call = call
+        self._usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._answers = dict[int, Answer]()
+        self._generated = 0
+        special = call.writer is not None or self._continuous or bool(call.body.return_token_ids)
+        self._plain: sse.PlainEvents | None = None
+        if call.form.is_plain and not special:
+            self._plain = sse.PlainEvents(lambda i, text: call.chunk([ChunkChoice(i, Delta(content=text))]))
+
+    def take(self, outputs: dict[int, RequestOutput]) -> bytes:
+        """What is new."""
+        call, parts, plain = self._call, list[bytes](), self._plain
         for output in outputs.values():
             for c in output.outputs:
                 raise_if_failed(c.finish_reason, c.stop_reason)
-                generated += len(c.token_ids)
-                if c.index not in answers:
-                    answers[c.index] = Answer(call.form)
+                self._generated += len(c.token_ids)
+                answer = self._answers.get(c.index)
+                if plain is not None and c.finish_reason is None and answer is not None:
+                    parts.append(plain.data(c.index, c.text))
+                    continue
+                chunks = list[ChunkChoice]()
+                if answer is None:
+                    answer = self._answers[c.index] = Answer(call.form)
                     chunks.append(ChunkChoice(c.index, Delta(role="assistant", content="")))
-                chunks += _chunks(call, c, answers[c.index])
-        counted = usage_of(call.prompt_tokens, generated) if continuous else UNSET
-        yield b"".join(sse.data(call.chunk([choice], counted)) for choice in chunks)
-    if usage:
-        yield sse.data(call.chunk([], usage_of(call.prompt_tokens, generated)))
+                chunks += _chunks(call, c, answer)
+                counted = self._counted() if self._continuous else UNSET
+                parts += [sse.data(call.chunk([chunk], counted)) for chunk in chunks]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _counted(self) -> Usage:
+        return usage_of(self._call.prompt_tokens, self._generated)
+
+    def finish(self) -> bytes:
+        """Tokens, for those who ask for them."""
+        return sse.data(self._call.chunk([], self._counted())) if self._usage else b""
 
 
 def _chunks(call: Call, c: CompletionOutput, answer: Answer) -> list[ChunkChoice]:

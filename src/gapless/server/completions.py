@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,13 @@ from starlette.requests import Request
 from gapless.request import CompletionOutput, RequestOutput, SamplingParams
 from gapless.server import sse
 from gapless.server.errors import bad_request, unsupported
-from gapless.server.frontend import Ticket
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs
 from gapless.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    Usage,
     sampling_params,
     usage_of,
 )
@@ -67,7 +66,7 @@ async def create(serving: Serving, request: Request) -> Any:
         outputs = await serving.final(ticket, request)
         return Json(_answer(call, outputs))
     ticket = serving.submit(call.prompts, params, "delta", call.id, body.stream_interval, **terms)
-    return sse.EventStream(_events(serving, call, ticket), ticket)
+    return sse.EventStream(_Events(call), ticket, serving.keep_alive)
 
 
 async def _prepare(serving: Serving, body: CompletionRequest) -> tuple[_Call, list[SamplingParams]]:
@@ -152,44 +151,60 @@ def _extend(call: _Call, choice: CompletionChoice, i: int, c: CompletionOutput, 
         choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
 
 
-async def _events(serving: Serving, call: _Call, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-    options = call.body.stream_options
-    usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
-    interval = serving.options.sse_keep_alive_interval or None
-    offsets = dict[int, int]()
-    generated = 0
-    with_prompt = dict[int, Any]()
-    while not ticket.exhausted:
-        outputs = await ticket.next(interval)
-        if not outputs:
-            yield sse.KEEP_ALIVE
-            continue
-        chunks = list[CompletionChoice]()
+class _Events:
+    """The events of one request; see `sse.Events`."""
+
+    def __init__(self, call: _Call) -> None:
+        options = call.body.stream_options
+        self._call = call
+        self._usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._offsets = dict[int, int]()
+        self._generated = 0
+        plain = call.writer is None and not (call.empty or self._continuous or call.body.return_token_ids)
+        self._plain = sse.PlainEvents(lambda i, text: call.completion([CompletionChoice(i, text)])) if plain else None
+        self._with_prompt = dict[int, Any]()
+
+    def take(self, outputs: dict[int, RequestOutput]) -> bytes:
+        """What is new."""
+        call, parts, plain = self._call, list[bytes](), self._plain
         for i, output in outputs.items():
             if output.prompt_logprobs is not None:
-                with_prompt[i] = output.prompt_logprobs
-            output.prompt_logprobs = with_prompt.get(i)
+                self._with_prompt[i] = output.prompt_logprobs
+            output.prompt_logprobs = self._with_prompt.get(i)
             for c in output.outputs:
                 raise_if_failed(c.finish_reason, c.stop_reason)
-                generated += len(c.token_ids)
+                self._generated += len(c.token_ids)
                 index = c.index + i * call.n
-                first = index not in offsets
-                text = "" if call.empty else c.text
-                if first and call.echo:
-                    text = call.texts[i] + text
-                offset = offsets.get(index, 0)
-                logprobs = _logprobs(call, i, output, c, offset, first and call.echo)
-                offsets[index] = offset + len(text)
-                choice = CompletionChoice(index, text, logprobs, c.finish_reason, c.stop_reason)
-                if call.body.return_token_ids:
-                    choice.token_ids = [] if call.empty else c.token_ids
-                    if first:
-                        choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
-                if first and call.body.prompt_logprobs is not None and with_prompt.get(i) is not None:
-                    choice.prompt_logprobs = prompt_logprobs(with_prompt[i])
-                chunks.append(choice)
-        counted = usage_of(call.prompt_tokens, 0 if call.empty else generated)
-        yield b"".join(sse.data(call.completion([choice], counted if continuous else UNSET)) for choice in chunks)
-    if usage:
-        yield sse.data(call.completion([], usage_of(call.prompt_tokens, 0 if call.empty else generated)))
+                if plain is not None and c.finish_reason is None and index in self._offsets:
+                    parts.append(plain.data(index, c.text))
+                    continue
+                counted = self._counted() if self._continuous else UNSET
+                parts.append(sse.data(call.completion([self._chunk(i, output, c)], counted)))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _chunk(self, i: int, output: RequestOutput, c: CompletionOutput) -> CompletionChoice:
+        call = self._call
+        index = c.index + i * call.n
+        first = index not in self._offsets
+        text = "" if call.empty else c.text
+        if first and call.echo:
+            text = call.texts[i] + text
+        offset = self._offsets.get(index, 0)
+        logprobs = _logprobs(call, i, output, c, offset, first and call.echo)
+        self._offsets[index] = offset + len(text)
+        choice = CompletionChoice(index, text, logprobs, c.finish_reason, c.stop_reason)
+        if call.body.return_token_ids:
+            choice.token_ids = [] if call.empty else c.token_ids
+            if first:
+                choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
+        if first and call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _counted(self) -> Usage:
+        return usage_of(self._call.prompt_tokens, 0 if self._call.empty else self._generated)
+
+    def finish(self) -> bytes:
+        """Tokens, for those who ask for them."""
+        return sse.data(self._call.completion([], self._counted())) if self._usage else b""

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -317,6 +317,30 @@ class SlowReaderError(RuntimeError):
     """A client does not take what it asked for."""
 
 
+class Writer(Protocol):
+    """Writes to a client without waiting."""
+
+    @property
+    def ready(self) -> bool:
+        """False while the client is slow, and once it is gone."""
+
+    def write(self, body: bytes, /) -> None:
+        """A piece of the answer's body, not empty; only if `ready`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where outputs go without their task, in the turn of the event loop that brought them.
+
+    Attributes:
+        make: bytes of outputs.
+        writer: of the client's connection.
+    """
+
+    make: Callable[[dict[int, RequestOutput]], bytes]
+    writer: Writer
+
+
 class Ticket:
     """The outputs of the prompts of one HTTP request, for one task.
 
@@ -326,6 +350,7 @@ class Ticket:
         buffer_tokens: more tokens than these may not wait for the task.
         interval: tokens that a piece has at least, but for the first and the last.
         on_close: called once.
+        due: where it notes that `pump` is to be called at the end of the step.
     """
 
     def __init__(
@@ -335,6 +360,7 @@ class Ticket:
         buffer_tokens: int,
         interval: int,
         on_close: Callable[[Ticket], None],
+        due: list[Ticket],
     ) -> None:
         self.sequences = sequences
         self.prompt_tokens = prompt_tokens
@@ -346,6 +372,10 @@ class Ticket:
         self.sending_since: float | None = None
         self.end_reason: str | None = None
         self.task: asyncio.Task[None] | None = None  # that sends a stream
+        self.sink: Sink | None = None  # while the task has nothing to send
+        self._due = due
+        self._is_due = False
+        self._written = 0.0  # when the sink got something
         self._buffer_tokens = buffer_tokens
         self._interval = interval
         self._on_close = on_close
@@ -387,18 +417,42 @@ class Ticket:
             self._outputs[index] = output
         else:
             accumulate(before, output)
-        new = sum(len(c.token_ids) for c in output.outputs)
+        new = 0
+        for c in output.outputs:
+            new += len(c.token_ids)
+            if c.finish_reason is not None:
+                self.reasons.append(c.finish_reason)
         self._pending += new
         self.generated[index] = self.generated.get(index, 0) + new
-        self.reasons += [c.finish_reason for c in output.outputs if c.finish_reason is not None]
         wake = output.finished or not self.started or self._pending >= self._interval
         self.started = True
         if output.finished:
             self._open -= 1
         elif self._pending > self._buffer_tokens:
             self.cut("slow reader")
-        if wake:
+        if not wake or self._ready.is_set():
+            return
+        if self.sink is None or output.finished:
             self._ready.set()
+        elif not self._is_due:  # once a step, however many of its prompts got something
+            self._is_due = True
+            self._due.append(self)
+
+    def pump(self) -> None:
+        """Give what has come to the sink, or else to the task. At the end of a step that this ticket is due for."""
+        self._is_due = False
+        sink = self.sink
+        if self._closed or self._ready.is_set():
+            return
+        if sink is None or not sink.writer.ready:
+            self._ready.set()
+            return
+        outputs, self._outputs, self._pending = self._outputs, {}, 0
+        try:
+            sink.writer.write(sink.make(outputs))
+        except Exception as error:
+            self.fail(error)
+        self._written = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
         """The task gets ``error`` instead of more outputs."""
@@ -420,14 +474,15 @@ class Ticket:
         Raises:
             ApiError: the request was ended.
         """
-        if timeout is None:
-            await self._ready.wait()
-        else:
+        left = timeout
+        while not self._ready.is_set():
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(left):
                     await self._ready.wait()
             except TimeoutError:
-                return {}
+                left = self._written + (timeout or 0.0) - time.monotonic()
+                if left <= 0:
+                    return {}
         self._ready.clear()
         if self._error is not None:
             raise _answer(self._error) from self._error
@@ -504,6 +559,7 @@ class FrontEnd:
         self._buffer_tokens = buffer_tokens
         self._on_step = on_step
         self._on_closed = on_closed
+        self._due: list[Ticket] = []
         self.sequences = 0  # that were taken and have not ended
         self._steps = -1
         self.progressed = time.monotonic()
@@ -527,7 +583,7 @@ class FrontEnd:
         sequences = sum(p.n for p in params)
         tokens = sum(len(p.token_ids) for p in prompts)
         self._admit(sequences, tokens)
-        ticket = Ticket(sequences, tokens, self._buffer_tokens * sequences, interval, self._close)
+        ticket = Ticket(sequences, tokens, self._buffer_tokens * sequences, interval, self._close, self._due)
         ticket.groups = self.client.submit(
             [
                 ticket.submission(i, prompt, own, mode, label, terms)
@@ -571,6 +627,9 @@ class FrontEnd:
             self._steps = step.engine.steps
             self.progressed = time.monotonic()
         self.client.take(step)
+        for ticket in self._due:
+            ticket.pump()
+        self._due.clear()
         self._on_step(step)
 
     def fail(self, reason: str) -> None:

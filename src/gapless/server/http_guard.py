@@ -32,6 +32,33 @@ def guarded(max_connections: int, header_timeout: float, body_timeout: float) ->
     return type("GuardedProtocol", (GuardedProtocol,), limits)
 
 
+class DirectWriter:
+    """Writes pieces of one answer's body, once its head has been sent: what the cycle's ``send`` does for a piece, but
+    without waiting. See `gapless.server.frontend.Writer`."""
+
+    __slots__ = ("_cycle", "_protocol")
+
+    def __init__(self, protocol: GuardedProtocol, cycle: Any) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """Whether a piece can be written now."""
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding
+            and cycle.response_started
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not self._protocol.flow.write_paused
+        )
+
+    def write(self, body: bytes) -> None:
+        """One piece."""
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """See the module."""
 
@@ -103,6 +130,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(431, f"The request's head has more than {limits}.", None)
             return
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope["state"]["writer"] = DirectWriter(self, self.cycle)
         self._in_body, self._body_bytes = True, 0
         self._arm(self.body_timeout, self._body_is_late, 0)
 

@@ -7,17 +7,16 @@ that what refers to an earlier response is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from gapless.request import CompletionOutput
+from gapless.request import CompletionOutput, RequestOutput
 from gapless.server import chat, sse
 from gapless.server.answer import Answer, Pieces
 from gapless.server.errors import ApiError, bad_request, clip, unsupported
-from gapless.server.frontend import Ticket
 from gapless.server.protocol import (
     ChatRequest,
     ContentPart,
@@ -65,8 +64,7 @@ async def create(serving: Serving, request: Request) -> Any:
             pass
         return Json(writer.response)
     ticket = serving.submit([call.prompt], [params], "delta", writer.response.id, lora=lora)
-    events = _events(serving, writer, ticket)
-    return sse.EventStream(events, ticket, done=b"", error_event=writer.failed)
+    return sse.EventStream(_Events(writer), ticket, serving.keep_alive, done=b"", error_event=writer.failed)
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
@@ -346,16 +344,24 @@ class _Writer:
         yield self.event(f"response.{self.response.status}", response=self.response)
 
 
-async def _events(serving: Serving, writer: _Writer, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-    interval = serving.options.sse_keep_alive_interval or None
-    begun = False
-    while not ticket.exhausted:
-        outputs = await ticket.next(interval)
-        if not outputs:
-            yield sse.KEEP_ALIVE
-            continue
-        begin = b"" if begun else writer.begin()
-        begun = True
+class _Events:
+    """The events of one request; see `sse.Events`."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+        self._begun = False
+
+    def take(self, outputs: dict[int, RequestOutput]) -> bytes:
+        """What is new."""
+        parts = list[bytes]()
+        if not self._begun:
+            self._begun = True
+            parts.append(self._writer.begin())
         for output in outputs.values():
-            yield begin + b"".join(event for c in output.outputs for event in writer.take(c))
-            begin = b""
+            for c in output.outputs:
+                parts += self._writer.take(c)
+        return b"".join(parts)
+
+    def finish(self) -> bytes:
+        """Nothing: the last event came with the last token."""
+        return b""

@@ -103,6 +103,11 @@ class Serving:
             raise errors.loading()
         return self._prompts
 
+    @property
+    def keep_alive(self) -> float | None:
+        """Seconds without an event after which a stream gets a comment."""
+        return self.options.sse_keep_alive_interval or None
+
     def raise_unless_ready(self) -> None:
         """Raise what a new request gets in this state."""
         if self.state is State.LOADING:

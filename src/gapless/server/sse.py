@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from gapless.request import RequestOutput
 from gapless.server.errors import ApiError, engine_failed, event
-from gapless.server.frontend import Ticket
+from gapless.server.frontend import Sink, Ticket, Writer
 
 logger = logging.getLogger("gapless.server")
 
@@ -32,34 +32,75 @@ def data(value: Any) -> bytes:
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
+class PlainEvents:
+    """Writes events that differ in one text only, without encoding the rest of them again.
+
+    Args:
+        example: the event for an index and a text.
+    """
+
+    _MARK = "(the text)"
+
+    def __init__(self, example: Callable[[int, str], Any]) -> None:
+        self._example = example
+        self._ends = dict[int, tuple[bytes, bytes]]()
+
+    def data(self, index: int, text: str) -> bytes:
+        """The same as `data` of the example."""
+        ends = self._ends.get(index)
+        if ends is None:
+            whole = data(self._example(index, self._MARK))
+            head, tail = whole.split(_encoder.encode(self._MARK))
+            ends = self._ends[index] = head, tail
+        return ends[0] + _encoder.encode(text) + ends[1]
+
+
 async def disconnected(receive: Receive) -> None:
     """Returns when the client is gone. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
+class Events(Protocol):
+    """Makes the events of one answer."""
+
+    def take(self, outputs: dict[int, RequestOutput], /) -> bytes:
+        """Those for what is new, by prompt. Raises `ApiError` for what has failed."""
+
+    def finish(self) -> bytes:
+        """Those after the last token."""
+
+
 class EventStream:
     """An answer of events. It starts with the first event, so that what fails before has a status of its own.
 
+    The first and the last events, and those for a client that is slow, go through ASGI's ``send``. All others are made
+    and written within the step that brought their tokens (`Ticket.sink`): a task's turn for each token would cost as
+    much as all the rest.
+
     Args:
-        events: already framed; ends by itself, or by an `ApiError`, which becomes an event.
+        events: makes them.
         ticket: closed at the end, whatever the end is.
+        keep_alive: seconds without an event after which there is a comment; None for never.
         done: the last event, which also follows an error.
         error_event: makes an event of an error.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: Events,
         ticket: Ticket,
+        keep_alive: float | None = None,
         *,
         done: bytes = DONE,
-        error_event: Any = event,
+        error_event: Callable[[ApiError], bytes] = event,
     ) -> None:
         self._events = events
         self._ticket = ticket
+        self._keep_alive = keep_alive
         self._done = done
         self._error_event = error_event
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end, or until the client is gone."""
@@ -73,21 +114,14 @@ class EventStream:
                 ticket.close()  # at once: the engine must not work on for nobody
                 task.cancel()
 
-        started = ended = False
+        ended = False
         watcher.add_done_callback(gone)
         try:
             try:
-                async with aclosing(self._events) as events:  # type: ignore[type-var]
-                    async for chunk in events:
-                        if not started:
-                            started = True
-                            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-                        ticket.sending_since = time.monotonic()
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                        ticket.sending_since = None
-                last = self._done
+                await self._send_all(scope.get("state", {}).get("writer"), send)
+                last = self._events.finish() + self._done
             except ApiError as error:
-                if not started:
+                if not self._started:
                     ended = True
                     await error.response()(scope, receive, send)
                     return
@@ -96,7 +130,7 @@ class EventStream:
             except Exception:
                 logger.exception("a stream failed")
                 failure = engine_failed("This request failed on the server; its log says why.")
-                if not started:
+                if not self._started:
                     ended = True
                     await failure.response()(scope, receive, send)
                     return
@@ -115,3 +149,18 @@ class EventStream:
             ended = True
             ticket.close()
             watcher.cancel()
+
+    async def _send_all(self, writer: Writer | None, send: Send) -> None:
+        ticket, events = self._ticket, self._events
+        sink = None if writer is None else Sink(events.take, writer)
+        while not ticket.exhausted:
+            ticket.sink = sink if self._started else None  # only while this task waits: the order of events
+            outputs = await ticket.next(self._keep_alive)
+            ticket.sink = None
+            body = events.take(outputs) if outputs else KEEP_ALIVE
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            ticket.sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            ticket.sending_since = None
