@@ -473,6 +473,8 @@ def test_operations(server: LiveServer) -> None:
 def test_metrics(server: LiveServer) -> None:
     def value(name: str, **labels: str) -> float:
         wanted = {"model_name": "tiny", "engine": "0", **labels}
+        if "path" in labels:
+            wanted = {"handler": labels["path"]}
         for line in server.client.get("/metrics").text.splitlines():
             head, _, number = line.rpartition(" ")
             if head.startswith(name + "{") and all(f'{k}="{v}"' in head for k, v in wanted.items()):
@@ -485,7 +487,15 @@ def test_metrics(server: LiveServer) -> None:
     ended = value("gapless:request_success_total", finished_reason="length")
     first = value("gapless:time_to_first_token_seconds_count")
     between = value("gapless:inter_token_latency_seconds_count")
+    queued = value("gapless:request_queue_time_seconds_count")
+    asked = value("http_request_duration_seconds_count", path="/v1/completions")
     server.post("/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 7, **GREEDY})
+    wait_until(lambda: value("gapless:request_queue_time_seconds_count") == queued + 2, "their waits")
+    assert 0 <= value("gapless:request_queue_time_seconds_sum") < 600
+    assert value("http_request_duration_seconds_count", path="/v1/completions") == asked + 1
+    assert value("gapless:engine_sleep_state", sleep_state="awake") == 1
+    assert value("gapless:corrupted_requests_total") == 0
+    assert value("gapless:lora_requests_info", running_lora_adapters="") > 0
     wait_until(lambda: value(names[0]) == before[0] + 14, "the tokens")
     assert value(names[1]) > before[1]
     assert value(names[2]) > before[2]

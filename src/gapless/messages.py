@@ -61,6 +61,8 @@ class StepMessage:
             them; what stands there for other rows means nothing.
         prompts: what the step brought for prompts; comes before the request's first token.
         weight_version: of the weights that the step read.
+        waits: seconds that requests had waited when their first step was planned, for each that has started since the
+            message before.
     """
 
     ids: npt.NDArray[np.int64]
@@ -70,3 +72,4 @@ class StepMessage:
     records: npt.NDArray[np.int32] | None = None
     prompts: PromptRecords | None = None
     weight_version: int = 0
+    waits: tuple[float, ...] = ()

@@ -76,6 +76,7 @@ class SchedulerStats:
     overrun_tokens: int = 0
     preemptions: int = 0
     requests_finished: int = 0
+    corrupted: int = 0  # of them: those that ended because no token could be chosen, by NaN or by their own masks
     running: int = 0
     waiting: int = 0
     blocks_used: int = 0
@@ -131,6 +132,7 @@ class Scheduler:
         self._step = 0
         self._held: StepPlan | None = None  # the latest step, while its masks are missing
         self._finished: list[Finished] = []
+        self._waits: list[float] = []
         self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
         self._stream_records: I32 | None = None
         self._prompts: PromptRecords | None = None
@@ -359,6 +361,7 @@ class Scheduler:
                 draft.update(params)
                 del self._waiting[request_id]
                 self._row_of[request_id] = row
+                self._waits.append(time.monotonic() - request.arrival)
                 self.stats.prompt_tokens += len(request.prompt_token_ids)
             else:
                 return True
@@ -567,6 +570,7 @@ class Scheduler:
             if bad[i]:
                 r.known[row] -= 1
                 self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
+                self.stats.corrupted += 1
             elif stop[i]:
                 self._finish_row(row, FinishReason.STOP, stop_token=int(drawn[i]))
             else:
@@ -591,6 +595,7 @@ class Scheduler:
             row = int(rows[i])
             if done.bad[i]:
                 self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
+                self.stats.corrupted += 1
             elif done.stopped[i]:
                 self._finish_row(row, FinishReason.STOP, stop_token=int(done.tokens[i, counts[i] - 1]))
             else:
@@ -614,7 +619,9 @@ class Scheduler:
             self._stream_records,
             self._prompts,
             self.versions.now,
+            tuple(self._waits),
         )
+        self._waits = []
         self._stream_ids, self._stream_tokens, self._stream_records, self._prompts = NO_IDS, NO_TOKENS, None, None
         self._finished = []
         return message

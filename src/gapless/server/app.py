@@ -166,7 +166,7 @@ class Gate:
         path = scope["path"]
         known = scope.get("endpoint") is not None
         route = scope["route"].path if known and "route" in scope else (path if known else "other")
-        self._serving.metrics.http(scope["method"] if known else "other", route, status)
+        self._serving.metrics.http(scope["method"] if known else "other", route, status, seconds)
         if self._serving.options.access_log and path not in QUIET_PATHS:
             client = scope.get("client") or ("-",)
             logger.info(

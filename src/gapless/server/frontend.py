@@ -369,6 +369,7 @@ class Ticket:
         self.generated: dict[int, int] = {}  # new tokens by prompt
         self.reasons: list[str] = []  # of the completions that have ended
         self.started = False
+        self.lora: str | None = None
         self.sending_since: float | None = None
         self.end_reason: str | None = None
         self.task: asyncio.Task[None] | None = None  # that sends a stream
@@ -584,6 +585,7 @@ class FrontEnd:
         tokens = sum(len(p.token_ids) for p in prompts)
         self._admit(sequences, tokens)
         ticket = Ticket(sequences, tokens, self._buffer_tokens * sequences, interval, self._close, self._due)
+        ticket.lora = terms.lora
         ticket.groups = self.client.submit(
             [
                 ticket.submission(i, prompt, own, mode, label, terms)

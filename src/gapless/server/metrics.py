@@ -8,6 +8,7 @@ client library writes it down when somebody asks.
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -89,6 +90,7 @@ HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
     "request_time_per_output_token_seconds": (PER_TOKEN, "Mean time per token after a request's first."),
     "e2e_request_latency_seconds": (LATENCY, "From a request's arrival to its end."),
     "request_inference_time_seconds": (LATENCY, "From a request's arrival to its end, for those that had a token."),
+    "request_queue_time_seconds": (LATENCY, "From a sequence's arrival to the planning of its first step."),
     "request_prefill_time_seconds": (LATENCY, "From a request's arrival to its first token, the queue included."),
     "request_decode_time_seconds": (LATENCY, "From a request's first token to its last."),
     "request_prompt_tokens": (COUNTS, "Tokens of a prompt."),
@@ -121,6 +123,7 @@ class Metrics(Collector):
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._http: dict[tuple[str, str, int], int] = {}
+        self._http_seconds: dict[tuple[str, str], Histogram] = {}
         self._step: Step | None = None
         self.front_end: FrontEnd | None = None
         self._registry = CollectorRegistry(auto_describe=False)
@@ -137,6 +140,9 @@ class Metrics(Collector):
     def step(self, step: Step) -> None:
         """A message of the engine."""
         before, self._step = self._step or Step(None, EngineStats(), SchedulerStats()), step
+        if step.message is not None:
+            for seconds in step.message.waits:
+                self._histograms["request_queue_time_seconds"].observe(seconds)
         steps = step.engine.steps - before.engine.steps
         if steps <= 0:
             return
@@ -175,10 +181,14 @@ class Metrics(Collector):
             if generated > 1:
                 observe["request_time_per_output_token_seconds"]((end - first) / (generated - 1))
 
-    def http(self, method: str, path: str, status: int) -> None:
-        """A request was answered."""
+    def http(self, method: str, path: str, status: int, seconds: float) -> None:
+        """A request was answered, to its last byte, or was given up by its client."""
         key = (method, path, status)
         self._http[key] = self._http.get(key, 0) + 1
+        histogram = self._http_seconds.get((method, path))
+        if histogram is None:
+            histogram = self._http_seconds[method, path] = Histogram(LATENCY)
+        histogram.observe(seconds)
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
@@ -191,6 +201,7 @@ class Metrics(Collector):
         yield from self._histogram_families()
         yield from self._counters()
         yield from self._gauges()
+        yield from self._http_families()
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -201,6 +212,17 @@ class Metrics(Collector):
             histogram = self._histograms[name]
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
+
+    def _http_families(self) -> Iterator[Metric]:
+        answers = CounterMetricFamily("http_requests", "Answers.", labels=["method", "handler", "status"])
+        for (method, path, status), count in self._http.items():
+            answers.add_metric([method, path, str(status)], count)
+        yield answers
+        text = "From a request's head to the last byte of its answer."
+        seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=["method", "handler"])
+        for (method, path), histogram in self._http_seconds.items():
+            seconds.add_metric([method, path], histogram.buckets(), histogram.sum)
+        yield seconds
 
     def _family(self, kind: type[Metric], name: str, text: str, values: dict[str, float], label: str = "") -> Metric:
         names = [*self._labels, *([label] if label else [])]
@@ -222,10 +244,6 @@ class Metrics(Collector):
             {reason: float(count) for reason, count in rejected.items()},
             "reason",
         )
-        family = CounterMetricFamily("http_requests", "Answers.", labels=["method", "handler", "status"])
-        for (method, path, status), count in self._http.items():
-            family.add_metric([method, path, str(status)], count)
-        yield family
         if self._step is None:
             return
         engine, scheduler = self._step.engine, self._step.scheduler
@@ -233,6 +251,7 @@ class Metrics(Collector):
             ("prompt_tokens", "Tokens of prompts.", scheduler.prompt_tokens),
             ("generation_tokens", "New tokens.", scheduler.generated_tokens),
             ("num_preemptions", "Preemptions.", scheduler.preemptions),
+            ("corrupted_requests", "Requests in which no token could be chosen.", scheduler.corrupted),
             ("prefix_cache_queries", "Tokens of prompts that were looked up.", scheduler.prompt_tokens),
             ("prefix_cache_hits", "Tokens of prompts that were found.", scheduler.prefix_hit_tokens),
             ("prompt_tokens_cached", "Tokens of prompts that were not computed.", scheduler.prefix_hit_tokens),
@@ -257,13 +276,30 @@ class Metrics(Collector):
         host = dict(engine.host)
         yield counter("step_host_seconds", "Time of the loop's thread; wait is for the device.", host, "stage")
 
+    def _adapters(self, front_end: FrontEnd) -> Metric:
+        """Which adapters requests run with and wait for; its value is when it was asked."""
+        running = {t.lora for t in front_end.tickets if t.lora is not None and t.started}
+        waiting = {t.lora for t in front_end.tickets if t.lora is not None and not t.started}
+        labels = {
+            **self._labels,
+            "max_lora": str(front_end.ready.options.get("max_loras", 0)),
+            "running_lora_adapters": ",".join(sorted(running)),
+            "waiting_lora_adapters": ",".join(sorted(waiting - running)),
+        }
+        family = GaugeMetricFamily(self._name("lora_requests_info"), "Adapters in use.", labels=list(labels))
+        family.add_metric(list(labels.values()), time.time())
+        return family
+
     def _gauges(self) -> Iterator[Metric]:
         def gauge(name: str, text: str, values: dict[str, float], label: str = "") -> Metric:
             return self._family(GaugeMetricFamily, name, text, values, label)
 
         front_end, step = self.front_end, self._step
+        states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}  # the server's engine does not sleep
+        yield gauge("engine_sleep_state", "1 for the state that it is in.", states, "sleep_state")
         if front_end is None or step is None:
             return
+        yield self._adapters(front_end)
         scheduler = step.scheduler
         yield gauge("num_requests_running", "Sequences in the batch.", {"": float(scheduler.running)})
         yield gauge("num_requests_waiting", "Sequences that wait.", {"": float(scheduler.waiting)})
