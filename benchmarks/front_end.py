@@ -60,7 +60,7 @@ def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Commands):
-                    for request in message.read():
+                    for request in message.read()[0]:
                         open_[request.id] = [request, []]
                     for id, _ in message.finish:
                         open_.pop(id, None)

@@ -192,6 +192,8 @@ CASES: dict[str, tuple[str, Any, int, str]] = {
     # the rest
     "stream options": (COMPLETIONS, completion(stream_options={"include_usage": True}), 400, "stream_options"),
     "stream interval": (COMPLETIONS, completion(stream=True, stream_interval=0), 400, "stream_interval"),
+    "millions of ids": (COMPLETIONS, completion(prompt=[1] * 10**6), 400, "prompt"),
+    "many ids to text": ("/detokenize", {"tokens": [5] * (2**17 + 1)}, 400, "tokens"),
     "tokens to text": ("/detokenize", {"tokens": [331]}, 400, "tokens"),
     "negative to text": ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
     "tokenize nothing": ("/tokenize", {}, 400, "prompt"),

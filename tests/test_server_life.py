@@ -17,7 +17,7 @@ import pytest
 
 from engines import model, options, tokenizer, wait_until
 from gapless import LLM, SamplingParams
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, RequestError
 from gapless.server.keys import Keys, read_keys
 from gapless.server.lifecycle import Lifecycle, allowed_hosts, bind
 from gapless.server.options import ServerOptions
@@ -464,10 +464,17 @@ def test_no_prompt_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     live = LiveServer(log_level="debug", log_format="json").wait_ready()
     live.post("/v1/completions", {"prompt": "hello secret words", "max_tokens": 2}, **{"x-request-id": "label-7"})
     live.post("/v1/completions", {"prompt": "hello secret words", "max_tokens": "x"})
+    live.client.get("/a%0Aforged%1b[0m")
     assert live.stop() == 0
     log = capfd.readouterr().err
     assert "secret" not in log
     assert '"request_id":"label-7"' in log
+    assert "\x1b" not in log
+    live = LiveServer(log_level="info").wait_ready()
+    live.client.get("/a%0Aforged%1b[0m")
+    assert live.stop() == 0
+    assert "\nforged" not in (log := capfd.readouterr().err)
+    assert "forged" in log
 
 
 @pytest.mark.parametrize(
@@ -500,3 +507,43 @@ def test_a_port_in_use_and_hosts(tmp_path: Path) -> None:
     assert allowed_hosts(ServerOptions(allowed_hosts="*")) is None
     with pytest.raises(ConfigError):
         Lifecycle("x", ServerOptions(), {"dtype": "float7"})
+
+
+def test_long_prompts_wait_in_a_bounded_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones pass them by, and what is too many is told to come again."""
+    from gapless.server import prompts
+
+    monkeypatch.setattr(prompts, "SLOW_CHARACTERS", 20)
+    monkeypatch.setattr(prompts, "MAX_SLOW", 1)
+    live = LiveServer().wait_ready()
+    held = threading.Event()
+    lane = live.lifecycle.serving.prompts._lanes[1]
+    lane.submit(held.wait, 30)
+    long = {**LONG, "max_tokens": 2, "prompt": "the quick brown fox " * 2}
+    first = InBackground(live, long)
+    wait_until(lambda: live.lifecycle.serving.prompts._slow == 1, "the first")
+    refused = live.post("/v1/completions", long)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    live.canary()
+    held.set()
+    assert first.join().status_code == 200
+    assert live.stop() == 0
+
+
+def test_a_request_that_the_engine_cannot_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gapless.server import wire
+
+    real = wire._request
+
+    def picky(plain: Any) -> Any:
+        if plain.params["seed"] == 13:
+            raise RequestError("seed=13 is not allowed: it is unlucky")
+        return real(plain)
+
+    monkeypatch.setattr(wire, "_request", picky)
+    live = LiveServer().wait_ready()
+    refused = live.post("/v1/completions", {**LONG, "seed": 13, "n": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
+    live.canary()
+    live.check_idle()
+    assert live.stop() == 0

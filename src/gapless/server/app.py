@@ -169,14 +169,16 @@ class Gate:
         self._serving.metrics.http(scope["method"] if known else "other", route, status, seconds)
         if self._serving.options.access_log and path not in QUIET_PATHS:
             client = scope.get("client") or ("-",)
+            path = errors.clip(path)
+            path = path if path.isprintable() else errors.plain(path)  # a line of the log stays one line
             logger.info(
                 "%s %s %s %d %.3f s",
                 client[0],
                 scope["method"],
-                errors.clip(path),
+                path,
                 status,
                 seconds,
-                extra={"fields": {"status": status, "seconds": seconds, "path": errors.clip(path)}},
+                extra={"fields": {"status": status, "seconds": seconds, "path": path}},
             )
 
 

@@ -191,7 +191,9 @@ class EngineServer:
         engine = self.built.engine
         assert self._grammars is not None
         if isinstance(message, Commands):
-            requests = message.read()
+            requests, refused = message.read()
+            for one in refused:
+                self._messages.put(one)
             plain = [r for r in requests if r.params.structured_outputs is None]
             if plain:
                 engine.submit(plain)

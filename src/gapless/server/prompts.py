@@ -2,6 +2,9 @@
 
 Two threads encode, each with a copy of the tokenizer of its own, because one tokenizer serves one thread at a time: a
 fast lane for prompts of ordinary length, and a slow lane, so that a prompt of megabytes does not hold up the others.
+
+A tokenizer that has begun cannot be interrupted. So its time is bounded by its input: a text longer than any that could
+fit the model's context is refused unread, the slow lane has a bounded queue, and the fast lane's texts are short.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import msgspec
 import numpy as np
 
 from gapless.errors import RequestError
-from gapless.server.errors import ApiError, bad_request, clip, of_request_error, too_long, unsupported
+from gapless.server.errors import ApiError, bad_request, clip, of_request_error, too_long, unavailable, unsupported
 from gapless.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, TokenizeRequest, Tool
 from gapless.text.chat import EncodedPrompt, check_token_ids, encode_chat
 
@@ -25,6 +28,10 @@ T = TypeVar("T")
 
 SLOW_CHARACTERS = 1 << 16
 """A longer prompt takes the slow lane."""
+MAX_SLOW = 16
+"""Requests in the slow lane; more are told to come again."""
+MAX_DETOKENIZE = 1 << 17
+"""Ids that are made text for one request, or as many as fit the context."""
 TEMPLATE_OPTIONS = (
     "enable_thinking",
     "thinking",
@@ -53,6 +60,7 @@ class Prompts:
         self._lanes = [ThreadPoolExecutor(1, f"gapless-text-{i}") for i in range(2)]
         self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
         self._longest_token = _longest_token(tokenizer)
+        self._slow = 0
 
     def close(self) -> None:
         """End the threads."""
@@ -70,13 +78,18 @@ class Prompts:
         if characters > self.longest * self._longest_token:  # it cannot fit, whatever its tokens are
             raise too_long(-(-characters // self._longest_token), None, self.longest)
         i = int(characters > SLOW_CHARACTERS)
+        if i and self._slow >= MAX_SLOW:
+            raise unavailable(f"{self._slow} long prompts wait to be tokenized already.")
         context = contextvars.copy_context()
+        self._slow += i
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self._lanes[i], context.run, action, self._tokenizers[i]
             )
         except RequestError as error:
             raise of_request_error(error) from error
+        finally:
+            self._slow -= i
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
@@ -96,11 +109,13 @@ class Prompts:
             return await self._texts([prompt], add_special_tokens), False
         if not prompt:
             raise bad_request("prompt is empty", "prompt")
+        if type(prompt[0]) is int and len(prompt) >= self.longest:  # before any look at millions of entries
+            raise too_long(len(prompt), None, self.longest)
+        if type(prompt[0]) is not int and len(prompt) > self._max_prompts:
+            raise bad_request(f"prompt has {len(prompt)} entries; at most {self._max_prompts} are allowed", "prompt")
         kinds = set(map(type, prompt))
         if kinds == {int}:
             return [self._ids(prompt)], False
-        if len(prompt) > self._max_prompts:
-            raise bad_request(f"prompt has {len(prompt)} entries; at most {self._max_prompts} are allowed", "prompt")
         if kinds == {str}:
             return await self._texts(prompt, add_special_tokens), True
         if kinds == {list}:
@@ -182,6 +197,9 @@ class Prompts:
         """The text of ids, special tokens included."""
         if not tokens:
             return ""
+        most = max(self.longest, MAX_DETOKENIZE)
+        if len(tokens) > most:
+            raise bad_request(f"tokens has {len(tokens)} entries; at most {most} are allowed", "tokens")
         try:
             checked = check_token_ids(tokens, self.vocab_size, "tokens")
         except RequestError as error:

@@ -90,13 +90,15 @@ class Commands(msgspec.Struct, tag="commands", array_like=True):
         """To be sent: requests as `encode_request` has written them."""
         return cls(requests, finish)
 
-    def read(self) -> list[Request]:
-        """What was received, as requests.
-
-        Raises:
-            RequestError: a parameter that `SamplingParams` does not allow.
-        """
-        return [_request(plain) for plain in self.requests]
+    def read(self) -> tuple[list[Request], list[Refused]]:
+        """What was received, as requests, and those whose parameters `SamplingParams` does not allow after all."""
+        requests, refused = list[Request](), list[Refused]()
+        for plain in self.requests:
+            try:
+                requests.append(_request(plain))
+            except RequestError as error:
+                refused.append(Refused(plain.id, str(error)))
+        return requests, refused
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True):
