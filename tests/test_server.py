@@ -474,7 +474,7 @@ def test_metrics(server: LiveServer) -> None:
     def value(name: str, **labels: str) -> float:
         wanted = {"model_name": "tiny", "engine": "0", **labels}
         if "path" in labels:
-            wanted = {"handler": labels["path"]}
+            wanted = {"handler": labels["path"], "method": "POST"}
         for line in server.client.get("/metrics").text.splitlines():
             head, _, number = line.rpartition(" ")
             if head.startswith(name + "{") and all(f'{k}="{v}"' in head for k, v in wanted.items()):
@@ -487,6 +487,7 @@ def test_metrics(server: LiveServer) -> None:
     ended = value("gapless:request_success_total", finished_reason="length")
     first = value("gapless:time_to_first_token_seconds_count")
     between = value("gapless:inter_token_latency_seconds_count")
+    server.canary()  # so that there is a duration
     queued = value("gapless:request_queue_time_seconds_count")
     asked = value("http_request_duration_seconds_count", path="/v1/completions")
     server.post("/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 7, **GREEDY})

@@ -547,3 +547,42 @@ def test_a_request_that_the_engine_cannot_read_ends_alone(monkeypatch: pytest.Mo
     live.canary()
     live.check_idle()
     assert live.stop() == 0
+
+
+def test_dev_routes() -> None:
+    live = LiveServer(dev_routes=True, hang_timeout=0.3).wait_ready()
+    post, get = live.client.post, live.client.get
+    assert post("/reset_prefix_cache").status_code == 200
+    live.canary()
+    assert post("/pause", params={"mode": "keep"}).status_code == 200
+    assert get("/is_paused").json() == {"is_paused": True}
+    held = InBackground(live, {**LONG, "max_tokens": 3})
+    wait_until(lambda: live.front_end.sequences == 1, "the request")
+    time.sleep(0.5)
+    assert get("/health").status_code == 200  # held is not hung
+    assert post("/resume").status_code == 200
+    assert held.join().json()["usage"]["completion_tokens"] == 3
+    assert get("/is_paused").json() == {"is_paused": False}
+    assert post("/sleep", params={"level": "1"}).status_code == 200
+    assert get("/is_sleeping").json() == {"is_sleeping": True}
+    assert 'sleep_state="cache_released"} 1.0' in get("/metrics").text
+    held = InBackground(live, {**LONG, "max_tokens": 3})
+    wait_until(lambda: live.front_end.sequences == 1, "the request")
+    assert post("/wake_up").status_code == 200
+    assert held.join().status_code == 200
+    for path, bad in (("/sleep", {"level": "3"}), ("/pause", {"mode": "x"})):
+        refused = post(path, params=bad)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    paths = get("/openapi.json").json()["paths"]
+    assert {"/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"} <= set(paths)
+    with live.gated() as gate:  # one that waits for a request, and one that is the way out
+        gate.open.clear()
+        running = InBackground(live, LONG)
+        wait_until(lambda: live.engine.stats.in_flight > 0, "a step")
+        waits = threading.Thread(target=lambda: post("/pause", params={"mode": "finish"}))
+        waits.start()
+        gate.open.set()
+        waits.join(20)
+        assert running.join().status_code == 200
+    assert get("/is_paused").json() == {"is_paused": True}
+    assert live.stop() == 0

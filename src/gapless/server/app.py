@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gapless import __version__
 from gapless.errors import RequestError
 from gapless.server import chat, completions, errors, openapi, responses
+from gapless.server.dev_routes import DevRoutes
 from gapless.server.errors import ApiError
 from gapless.server.keys import Keys
 from gapless.server.logs import request_id
@@ -70,6 +71,7 @@ def make_app(serving: Serving, keys: Keys, hosts: frozenset[str] | None) -> ASGI
             Route("/load", routes.load),
             Route("/openapi.json", routes.openapi),
             Route("/docs", routes.docs),
+            *(DevRoutes(serving).routes() if serving.options.dev_routes else ()),
         ],
         redirect_slashes=False,
     )
@@ -282,5 +284,7 @@ class _Routes:
     def _openapi(self) -> dict[str, Any]:
         if self._document is None:
             public = frozenset({"/metrics"} if self._serving.options.public_metrics else ())
-            self._document = openapi.document("gapless", keys=bool(self._keys), open_paths=public)
+            self._document = openapi.document(
+                "gapless", keys=bool(self._keys), open_paths=public, dev=self._serving.options.dev_routes
+            )
         return self._document

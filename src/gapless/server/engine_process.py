@@ -28,15 +28,17 @@ from typing import Any
 from gapless.config import EngineConfig
 from gapless.errors import AdapterError, ConfigError, EngineClosedError, EngineDeadError, UnsupportedModelError
 from gapless.messages import StepMessage
+from gapless.server.actions import perform
 from gapless.server.grammars import Grammars
 from gapless.server.logs import set_up_logging
 from gapless.server.wire import (
+    Act,
+    Acted,
     Commands,
     Died,
     Frames,
     Ready,
     Refused,
-    ResetPrefixCache,
     Setup,
     Step,
     Stop,
@@ -96,7 +98,7 @@ class EngineServer:
         self._on_setup = on_setup
         self._on_loaded = on_loaded
         self._setup: queue.SimpleQueue[Setup | None] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[StepMessage | Refused | Died | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[StepMessage | Refused | Acted | Died | None] = queue.SimpleQueue()
         self._stopping = False
         self.built: Any = None
         self._grammars: Grammars | None = None
@@ -204,11 +206,22 @@ class EngineServer:
             for id, reason in message.finish:
                 if not self._grammars.finish(id, reason):
                     engine.finish(id, reason)
-        elif isinstance(message, ResetPrefixCache):
-            engine.call(self.built.scheduler.reset_prefix_cache)
+        elif isinstance(message, Act):  # it may wait for requests to end, which this thread must not
+            threading.Thread(target=self._act, args=(message,), name="gapless-act", daemon=True).start()
         elif isinstance(message, Stop):
             self._stopping = True
             self._messages.put(None)
+
+    def _act(self, message: Act) -> None:
+        try:
+            perform(self.built, message.action, message.argument)
+        except (ConfigError, EngineClosedError, EngineDeadError) as error:
+            self._messages.put(Acted(message.number, str(error)))
+        except Exception as error:
+            logger.exception("%s failed", message.action)
+            self._messages.put(Acted(message.number, repr(error)))
+        else:
+            self._messages.put(Acted(message.number))
 
     # ---- to the front end -----------------------------------------------------------------------------------------
 
@@ -229,7 +242,7 @@ class EngineServer:
                 if message is None:
                     engine.close()
                     return EXIT_OK
-                if isinstance(message, (Refused, Died)):
+                if isinstance(message, (Refused, Acted, Died)):
                     self._send([message])
                     if isinstance(message, Died):
                         return EXIT_DIED

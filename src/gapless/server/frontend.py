@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 import time
@@ -28,12 +29,13 @@ from gapless.request import FinishReason, LoraRef, Request, RequestOutput, Sampl
 from gapless.scheduler import SchedulerStats
 from gapless.server import errors
 from gapless.server.wire import (
+    Act,
+    Acted,
     Commands,
     Died,
     Frames,
     Ready,
     Refused,
-    ResetPrefixCache,
     Setup,
     Step,
     Stop,
@@ -101,7 +103,7 @@ class Connection(asyncio.Protocol):
             self.close()
             self._on_lost(reason)
 
-    def send(self, message: Setup | Commands | ResetPrefixCache | Stop) -> None:
+    def send(self, message: Setup | Commands | Act | Stop) -> None:
         """Write one message; dropped when the connection is gone, which `on_lost` has said."""
         if self._transport is not None and not self._lost:
             self._transport.write(encode(message))
@@ -145,10 +147,6 @@ class RemoteEngine:
         """With the next message."""
         self._finish.append((request_id, reason))
         self._flush_soon()
-
-    def reset_prefix_cache(self) -> None:
-        """Between two steps."""
-        self._connection.send(ResetPrefixCache())
 
     def _flush_soon(self) -> None:
         if not self._due:
@@ -302,10 +300,6 @@ class RemoteClient(EngineClient):
     def refuse(self, message: Refused) -> None:
         """The engine's process did not take a request."""
         self._outputs.refuse(message.id, RequestError(message.message))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Open requests fail with `EngineClosedError`."""
@@ -562,6 +556,10 @@ class FrontEnd:
         self._on_closed = on_closed
         self._due: list[Ticket] = []
         self.sequences = 0  # that were taken and have not ended
+        self.paused = False
+        self.sleep_level = 0
+        self._acts: dict[int, asyncio.Future[None]] = {}
+        self._act_numbers = itertools.count()
         self._steps = -1
         self.progressed = time.monotonic()
 
@@ -637,6 +635,40 @@ class FrontEnd:
     def fail(self, reason: str) -> None:
         """The engine is gone."""
         self.client.fail(EngineDeadError(reason))
+        for done in self._acts.values():
+            if not done.done():
+                done.set_exception(errors.engine_failed(f"The engine has stopped: {reason}"))
+
+    async def act(self, action: str, argument: str = "") -> None:
+        """Have the engine do what `gapless.server.actions.perform` says.
+
+        Raises:
+            ApiError: it cannot, or has ended.
+        """
+        if self.client.engine.error is not None:
+            raise errors.engine_failed(f"The engine has stopped: {self.client.engine.error}")
+        number = next(self._act_numbers)
+        done = self._acts[number] = asyncio.get_running_loop().create_future()
+        self._connection.send(Act(number, action, argument))
+        try:
+            await done
+        finally:
+            del self._acts[number]
+        if action in ("pause", "resume"):
+            self.paused = action == "pause"
+        elif action in ("sleep", "wake"):
+            self.sleep_level = max(self.sleep_level, int(argument)) if action == "sleep" else 0
+        self.progressed = time.monotonic()
+
+    def acted(self, message: Acted) -> None:
+        """The engine's answer to `act`."""
+        done = self._acts.get(message.number)
+        if done is None or done.done():
+            return
+        if message.error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(errors.bad_request(message.error))
 
     def died(self, message: Died) -> None:
         """The engine said that it ends."""
@@ -646,7 +678,8 @@ class FrontEnd:
         """Seconds without progress of an engine that has work, or without any word of its process."""
         now = time.monotonic()
         silent = now - self._connection.heard
-        working = self.client.engine.stats.in_flight or self.sequences
+        held = self.paused or self.sleep_level > 0
+        working = self.client.engine.stats.in_flight or (self.sequences and not held)
         return max(silent, now - self.progressed if working else 0.0)
 
     def cut_slow_readers(self, seconds: float) -> None:

@@ -39,7 +39,7 @@ from gapless.server.logs import set_up_logging
 from gapless.server.options import ServerOptions
 from gapless.server.prompts import Prompts
 from gapless.server.serving import Serving, State
-from gapless.server.wire import Died, Ready, Refused, Setup, Step, ToFrontEnd
+from gapless.server.wire import Acted, Died, Ready, Refused, Setup, Step, ToFrontEnd
 
 T = TypeVar("T")
 logger = logging.getLogger("gapless.server")
@@ -334,6 +334,9 @@ class Lifecycle:
         elif isinstance(message, Refused):
             if front_end is not None:
                 front_end.client.refuse(message)
+        elif isinstance(message, Acted):
+            if front_end is not None:
+                front_end.acted(message)
         elif isinstance(message, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)

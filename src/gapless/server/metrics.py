@@ -124,7 +124,7 @@ class Metrics(Collector):
         self._finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._http: dict[tuple[str, str, int], int] = {}
         self._http_seconds: dict[tuple[str, str], Histogram] = {}
-        self._step: Step | None = None
+        self._step = Step(None, EngineStats(), SchedulerStats())  # counters are there, and zero, from the start
         self.front_end: FrontEnd | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -139,7 +139,7 @@ class Metrics(Collector):
 
     def step(self, step: Step) -> None:
         """A message of the engine."""
-        before, self._step = self._step or Step(None, EngineStats(), SchedulerStats()), step
+        before, self._step = self._step, step
         if step.message is not None:
             for seconds in step.message.waits:
                 self._histograms["request_queue_time_seconds"].observe(seconds)
@@ -244,8 +244,6 @@ class Metrics(Collector):
             {reason: float(count) for reason, count in rejected.items()},
             "reason",
         )
-        if self._step is None:
-            return
         engine, scheduler = self._step.engine, self._step.scheduler
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts.", scheduler.prompt_tokens),
@@ -295,9 +293,10 @@ class Metrics(Collector):
             return self._family(GaugeMetricFamily, name, text, values, label)
 
         front_end, step = self.front_end, self._step
-        states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}  # the server's engine does not sleep
+        level = 0 if front_end is None else front_end.sleep_level
+        states = {name: float(i == level) for i, name in enumerate(("awake", "cache_released", "weights_offloaded"))}
         yield gauge("engine_sleep_state", "1 for the state that it is in.", states, "sleep_state")
-        if front_end is None or step is None:
+        if front_end is None:
             return
         yield self._adapters(front_end)
         scheduler = step.scheduler

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gapless import __version__
+from gapless.control import PAUSE_MODES
 from gapless.server import protocol, responses_protocol
 from gapless.server.errors import ErrorResponse
 
@@ -23,6 +24,7 @@ class Operation:
         stream: the answer may be events.
         open: no key is asked for, even where the others need one.
         example: a body.
+        query: values that parameters of the query may have.
     """
 
     method: str
@@ -33,6 +35,7 @@ class Operation:
     stream: bool = False
     open: bool = False
     example: dict[str, Any] | None = None
+    query: dict[str, tuple[str, ...]] | None = None
 
 
 _TALK = {"messages": [{"role": "user", "content": "Name three rivers."}]}
@@ -89,21 +92,36 @@ OPERATIONS = (
     Operation("get", "/docs", "This document as a page", None, "text/html"),
 )
 
+DEV_OPERATIONS = (
+    Operation("post", "/reset_prefix_cache", "Forget all cached prefixes"),
+    Operation("post", "/pause", "Hold the engine", query={"mode": PAUSE_MODES}),
+    Operation("post", "/resume", "End a pause"),
+    Operation("get", "/is_paused", "Whether a pause holds the engine", None, protocol.Paused),
+    Operation("post", "/sleep", "Give memory back", query={"level": ("1", "2")}),
+    Operation("post", "/wake_up", "End a sleep"),
+    Operation("get", "/is_sleeping", "Whether the engine sleeps", None, protocol.Sleeping),
+)
+"""With ``--dev-routes``."""
 
-def document(title: str, *, keys: bool = False, open_paths: frozenset[str] = frozenset()) -> dict[str, Any]:
+
+def document(
+    title: str, *, keys: bool = False, open_paths: frozenset[str] = frozenset(), dev: bool = False
+) -> dict[str, Any]:
     """The OpenAPI 3.1 document.
 
     Args:
+        dev: with `DEV_OPERATIONS`.
         keys: the server asks for one, but for `Operation.open` and ``open_paths``.
     """
-    types = [t for o in OPERATIONS for t in (o.request, o.response) if t is not None and not isinstance(t, str)]
+    operations = OPERATIONS + DEV_OPERATIONS if dev else OPERATIONS
+    types = [t for o in operations for t in (o.request, o.response) if t is not None and not isinstance(t, str)]
     schemas, components = msgspec.json.schema_components(
         [*types, ErrorResponse, protocol.ChatChunk], ref_template="#/components/schemas/{name}"
     )
     schema_of = {id(t): s for t, s in zip(types, schemas, strict=False)}
     error_schema, chunk_schema = schemas[-2], schemas[-1]
     paths: dict[str, Any] = {}
-    for o in OPERATIONS:
+    for o in operations:
         answer: dict[str, Any] = {"description": "OK"}
         if isinstance(o.response, str):
             answer["content"] = {o.response: {"schema": {"type": "string"}}}
@@ -127,6 +145,11 @@ def document(title: str, *, keys: bool = False, open_paths: frozenset[str] = fro
                 "required": True,
                 "content": {"application/json": {"schema": schema_of[id(o.request)], "example": o.example}},
             }
+        if o.query is not None:
+            operation["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": {"enum": list(values)}}
+                for name, values in o.query.items()
+            ]
         if "{model}" in o.path:
             operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(o.path, {})[o.method] = operation

@@ -45,6 +45,8 @@ class ServerOptions:
         metrics_prefix: first part of the names of metrics; vllm serves dashboards that were made for it.
         tool_call_parser: form of the model's tool calls: auto, hermes, llama, mistral or none.
         reasoning_parser: think splits off what stands between <think> tags; auto does if the template knows them.
+        dev_routes: also offer routes that stop, empty and free the engine: /pause, /resume, /sleep, /wake_up,
+            /reset_prefix_cache. For developers, not for a server that others can reach.
         log_format: plain or json.
         log_level: debug, info, warning or error.
         access_log: a line for each request.
@@ -77,6 +79,7 @@ class ServerOptions:
     metrics_prefix: str = "gapless"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    dev_routes: bool = False
     log_format: str = "plain"
     log_level: str = "info"
     access_log: bool = True

@@ -438,6 +438,18 @@ class Health(msgspec.Struct):
     reason: str | None = None
 
 
+class Paused(msgspec.Struct):
+    """``GET /is_paused``."""
+
+    is_paused: bool
+
+
+class Sleeping(msgspec.Struct):
+    """``GET /is_sleeping``."""
+
+    is_sleeping: bool
+
+
 class Version(msgspec.Struct):
     """``GET /version``."""
 

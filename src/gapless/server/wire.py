@@ -97,19 +97,23 @@ class Commands(msgspec.Struct, tag="commands", array_like=True):
             try:
                 requests.append(_request(plain))
             except RequestError as error:
-                refused.append(Refused(plain.id, str(error)))
+                refused.append(Refused(plain.id, str(error))  # type: ignore[attr-defined])
         return requests, refused
 
 
-class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True):
-    """Forget all cached prefixes."""
+class Act(msgspec.Struct, tag="act", array_like=True):
+    """Do what `gapless.server.actions.perform` says, and answer with `Acted` of the same number."""
+
+    number: int
+    action: str
+    argument: str = ""
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
     """End after the steps in flight."""
 
 
-ToEngine: TypeAlias = Setup | Commands | ResetPrefixCache | Stop
+ToEngine: TypeAlias = Setup | Commands | Act | Stop
 
 # ---- to the front end ---------------------------------------------------------------------------------------------
 
@@ -149,6 +153,13 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     message: str
 
 
+class Acted(msgspec.Struct, tag="acted", array_like=True):
+    """An `Act` is done, or was refused for this reason."""
+
+    number: int
+    error: str | None = None
+
+
 class Died(msgspec.Struct, tag="died", array_like=True):
     """The last message of an engine that ended by an error.
 
@@ -160,7 +171,7 @@ class Died(msgspec.Struct, tag="died", array_like=True):
     usage: bool = False
 
 
-ToFrontEnd: TypeAlias = Ready | Step | Refused | Died
+ToFrontEnd: TypeAlias = Ready | Step | Refused | Acted | Died
 
 # ---- codec --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,67 @@
+"""Routes that stop, empty and free the engine, named as vLLM's; only with ``--dev-routes``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gapless.server.protocol import Paused, Sleeping
+from gapless.server.serving import Json
+
+if TYPE_CHECKING:
+    from gapless.server.serving import Serving
+
+
+class DevRoutes:
+    """One method for each route. A request takes as long as what it asks for."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/is_paused", self.is_paused),
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping),
+        ]
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget all cached prefixes."""
+        await self._serving.front_end.act("reset_prefix_cache")
+        return Response()
+
+    async def pause(self, request: Request) -> Response:
+        """``mode``: keep, abort or finish."""
+        await self._serving.front_end.act("pause", request.query_params.get("mode", "abort"))
+        return Response()
+
+    async def resume(self, request: Request) -> Response:
+        """End a pause."""
+        await self._serving.front_end.act("resume")
+        return Response()
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether it holds."""
+        return Json(Paused(self._serving.front_end.paused))
+
+    async def sleep(self, request: Request) -> Response:
+        """``level``: 1 or 2."""
+        await self._serving.front_end.act("sleep", request.query_params.get("level", "1"))
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        """End a sleep."""
+        await self._serving.front_end.act("wake")
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether it sleeps."""
+        return Json(Sleeping(self._serving.front_end.sleep_level > 0))
