@@ -20,7 +20,7 @@ import pytest
 from gapless.server.openapi import document
 from live_server import LiveServer, events
 
-COUNT = int(os.environ.get("GAPLESS_MUTATIONS", "60"))
+COUNT = int(os.environ.get("GAPLESS_MUTATIONS", "40"))
 SEED = int(os.environ.get("GAPLESS_SEED", str(secrets.randbelow(10**6))))
 DOCUMENT = document("gapless")
 

@@ -24,16 +24,16 @@ BOUND = 60.0
 FILES = 160
 """Limit of open files of the servers."""
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 
 
 class Server:
     """``gapless serve`` as a user starts it."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *more: str) -> None:
         options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "check_model"]
         options += ["--port=0", "--no-check-model", "--hang-timeout=2"]
-        command = [sys.executable, "-m", "gapless", "serve", str(folder), *options]
+        command = [sys.executable, "-m", "gapless", "serve", str(folder), *options, *more]
         self._log = log
         self.process = subprocess.Popen(
             command,
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def servers(folder: Path, tmp_path: Path) -> Iterator[list[Server]]:
     """Two, started together, because starting is most of what these tests cost."""
-    both = [Server(folder, tmp_path / name) for name in "ab"]
+    both = [Server(folder, tmp_path / "a"), Server(folder, tmp_path / "b", "--skip-tokenizer")]
     yield both
     for server in both:
         if server.process.poll() is None:

@@ -97,7 +97,7 @@ class Commands(msgspec.Struct, tag="commands", array_like=True):
             try:
                 requests.append(_request(plain))
             except RequestError as error:
-                refused.append(Refused(plain.id, str(error))  # type: ignore[attr-defined])
+                refused.append(Refused(plain.id, str(error)))  # type: ignore[attr-defined]
         return requests, refused
 
 
