@@ -323,6 +323,17 @@ def test_stream_of_responses(server: LiveServer, expected: dict[str, Any]) -> No
     assert found[-1]["response"]["usage"]["output_tokens"] == 9
 
 
+def test_stream_of_what_is_held_back(server: LiveServer) -> None:
+    """Tokens that make no event for a long time: the stream goes on, ends once, and the connection serves the next."""
+    tool = {"type": "function", "name": "city", "parameters": SCHEMA}
+    choice = {"type": "function", "name": "city"}
+    body = {"input": "hello", "max_output_tokens": 20, "stream": True, "tools": [tool], "tool_choice": choice}
+    for _ in range(2):
+        text = server.post("/v1/responses", {**body, "temperature": 0}).text
+        assert text.count("event: response.incomplete") + text.count("event: response.completed") == 1
+        server.canary()
+
+
 def test_openai_client_of_responses(server: LiveServer, expected: dict[str, Any]) -> None:
     extra = {"ignore_eos": True}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as client:

@@ -319,7 +319,7 @@ class Writer(Protocol):
         """False while the client is slow, and once it is gone."""
 
     def write(self, body: bytes, /) -> None:
-        """A piece of the answer's body, not empty; only if `ready`."""
+        """A piece of the answer's body; only if `ready`, and never an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +444,8 @@ class Ticket:
             return
         outputs, self._outputs, self._pending = self._outputs, {}, 0
         try:
-            sink.writer.write(sink.make(outputs))
+            if body := sink.make(outputs):
+                sink.writer.write(body)
         except Exception as error:
             self.fail(error)
         self._written = time.monotonic()

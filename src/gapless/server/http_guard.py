@@ -55,7 +55,8 @@ class DirectWriter:
         )
 
     def write(self, body: bytes) -> None:
-        """One piece."""
+        """One piece. An empty one would be a chunk without bytes, which ends the body for the client."""
+        assert body
         self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 

@@ -155,8 +155,10 @@ class EventStream:
         sink = None if writer is None else Sink(events.take, writer)
         while not ticket.exhausted:
             ticket.sink = sink if self._started else None  # only while this task waits: the order of events
-            outputs = await ticket.next(self._keep_alive)
-            ticket.sink = None
+            try:
+                outputs = await ticket.next(self._keep_alive)
+            finally:
+                ticket.sink = None
             body = events.take(outputs) if outputs else KEEP_ALIVE
             if not self._started:
                 self._started = True
