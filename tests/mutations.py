@@ -97,7 +97,7 @@ def _one(where: str, function: str, old: str, new: str) -> tuple[Edit, ...]:
 
 
 DEPTH_LOOP = "range(depth)])"
-D2H_COPY = 'device.copy_d2h(*slot.used_out(s, bool(plan.features & Feature.LOGPROBS)), "d2h")'
+D2H_COPY = 'device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), drafts_of), "d2h")'
 H2D_RECORD, D2H_RECORD = "slot.h2d_done.record(device.h2d)", "slot.d2h_done.record(device.d2h)"
 SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self._arena = "
 
@@ -281,7 +281,7 @@ FAULTS = [
     Fault(
         "a preempted row keeps its place in the step",
         "4",
-        _one(SCHEDULER, "_plan_decodes", "ready = ready[np.isin(ready, self._running)]", "pass"),
+        _one(SCHEDULER, "_plan_decodes", "kept = np.isin(ready, self._running)", "kept = np.isin(ready, ready)"),
         seeds=(24,),
     ),
     Fault(
