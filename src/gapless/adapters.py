@@ -5,6 +5,7 @@ Called from any thread. Two promises:
     A slot that some request still runs with, or waits to, is never overwritten. Unloading takes the name away at once;
     requests that were accepted before run to their end with the old weights, and only then is the slot free. Whether
     they have ended is asked of the scheduler when a slot is needed, on the loop's thread; nothing counts along.
+
     Nothing waits for a request: where no slot is free, loading is refused, and the message says what to do.
 """
 

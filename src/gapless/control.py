@@ -1,8 +1,8 @@
 """Control: what holds an engine between two steps. Pause, sleep, and work that must be alone with the device.
 
-Touched by the loop's thread only; `Engine` is its one caller. Four things hold back new steps: an action that waits
-for the steps in flight to end, a pause, a sleep, and nothing else. While held, the loop receives messages as ever, so
-requests queue, aborts take effect, and closing works.
+Touched by the loop's thread only, at the request of other threads. Three things hold back new steps: an action that
+waits for the steps in flight to end, a pause, and a sleep. While held, the loop receives messages as ever, so requests
+queue, aborts take effect, and closing works.
 
     pause "keep"     holds at once; running requests keep their rows and their cache
     pause "abort"    ends every request, then holds

@@ -70,7 +70,7 @@ class EngineStats:
 
     steps: int = 0
     in_flight: int = 0
-    held_steps: int = 0  # of them: steps that sample after masks have come
+    held_steps: int = 0  # of ``steps``: those that sampled after masks had come
     busy: float = 0.0
     idle_host: float = 0.0
     idle_masks: float = 0.0

@@ -549,7 +549,7 @@ class Scheduler:
             first = records[live] if plan.width == 1 else records[live, 0]
             self._prompts = PromptRecords(r.ids[plan.rows[live]], plan.starts[live] + 1, first)
         if plan.width > 1:
-            self._repeated = repeated
+            self._repeated = repeated  # goes on, unless some row ends or stops to draft
             self._commit_drafts(plan, tokens, records)
             return
         drew = plan.samples & ~r.finished[plan.rows]

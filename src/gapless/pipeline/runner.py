@@ -12,6 +12,8 @@ masks by a second H2D copy, and enqueues the rest:
     h2d      copy masks host -> device ; record masks.done
     compute  wait masks.done ; masks into the rows ; sample ; record compute_done
 
+In a step with drafts a third graph, ``draft``, comes before the forward. Copies and events are the same.
+
 `launch` never blocks. `wait` blocks on the d2h_done of one slot, and is the only place that does. All persistent state
 (the arena with token table, block tables and parameters; the KV pool; the adapters) and the indices derived from it are
 written by the compute stream only; the runner owns these tensors and hands their addresses to nobody but the kernels.
@@ -100,8 +102,8 @@ class StepResult:
 class Key(NamedTuple):
     """Everything that a captured graph bakes in, but for the slot. Sizes are padded; a sample's T is its logits.
 
-    ``half`` is ``forward`` or ``sample``, and in steps with drafts ``draft``; ``width`` as in the plan, and ``few`` as
-    well, which bounds the tokens of a sequence by it.
+    ``half`` is ``forward`` or ``sample``, in steps with drafts also ``draft``, and in steps with grammars ``mask``.
+    ``width`` and ``few`` are as in the plan; ``few`` bounds the tokens of a sequence by ``width``.
     """
 
     half: str
@@ -455,7 +457,6 @@ class Runner:
             drafts = self._draft_indices.cut(key.num_seqs, num_logits, key.few)
             logits, logits_index = self._logits[:num_logits], drafts.logits_index
 
-
         tables = [(indices.slot_mapping[g], self._arena.block_tables[g]) for g in range(self.layout.num_groups)]
 
         def context_of(slot_mapping: torch.Tensor, block_tables: torch.Tensor) -> AttentionContext:
@@ -513,9 +514,7 @@ class Runner:
     # ---- steps with drafts ----------------------------------------------------------------------------------------
 
     def _sequences(self, step: StepInputs) -> Sequences:
-        return Sequences(
-            step.rows, step.starts, step.flags, step.query_start_loc, self._arena.words, self.layout
-        )
+        return Sequences(step.rows, step.starts, step.flags, step.query_start_loc, self._arena.words, self.layout)
 
     def _draft(self, key: Key, slot: Slot) -> Callable[[], None]:
         step = step_inputs(slot.device, slot_layout(key.num_tokens, key.num_seqs))
