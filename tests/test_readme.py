@@ -11,6 +11,7 @@ import pytest
 
 from gapless.cli.generate import add_arguments
 from gapless.cli.parser import Parser
+from mutations import FAULTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,3 +48,17 @@ def test_commands_parse(line: str) -> None:
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.S))
 def test_python_blocks_compile(block: str) -> None:
     compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_numbers_of_architectures_are_those_of_the_tables() -> None:
+    models = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    head, equal, *others = (
+        re.findall(r"^\| [^|]+ \| `([^`]+)` \|([^|]*)", part, re.M) for part in re.split(r"^## ", models, flags=re.M)
+    )
+    right = {kind for kind, _ in equal} | {kind for kind, outcome in head if outcome.strip() == "equal"}
+    known = {kind for rows in (head, equal, *others) for kind, _ in rows}
+    assert f"of {len(known)} architectures of `transformers` {len(right)} were tried and equal" in README
+
+
+def test_number_of_faults_is_that_of_the_table() -> None:
+    assert f"{len(FAULTS)} deliberate faults" in README
