@@ -58,6 +58,8 @@ def test_numbers_of_architectures_are_those_of_the_tables() -> None:
     right = {kind for kind, _ in equal} | {kind for kind, outcome in head if outcome.strip() == "equal"}
     known = {kind for rows in (head, equal, *others) for kind, _ in rows}
     assert f"of {len(known)} architectures of `transformers` {len(right)} were tried and equal" in README
+    refused, untried = map(len, others)
+    assert f"{refused} are refused by name, {untried} could not be tried" in README
 
 
 def test_number_of_faults_is_that_of_the_table() -> None:
