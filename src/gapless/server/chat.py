@@ -92,9 +92,10 @@ async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingPa
     sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)  # all checks before the work
     if asked is not None and asked < 1:
         raise bad_request(f"max_tokens={asked} is not allowed: an integer >= 1", "max_tokens")
-    prompt = serving.prompts.truncated(await serving.prompts.chat(body), body.truncate_prompt_tokens)
+    whole = await serving.prompts.chat(body)
+    prompt = serving.prompts.truncated(whole, body.truncate_prompt_tokens)
     params = sampling_params(body, serving.options.max_n, max_tokens=serving.max_tokens(prompt, asked, None), **others)
-    form = form.for_prompt(prompt.text or "")
+    form = form.for_prompt(whole.text or "")  # its end, which cutting the head off leaves as it is
     writer = None
     if body.logprobs:
         as_ids = bool(body.return_tokens_as_token_ids)
