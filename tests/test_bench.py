@@ -19,7 +19,7 @@ from gapless.bench.files import from_prompts, from_sharegpt
 from gapless.bench.models import floor_ms, random_model, step_bytes
 from gapless.bench.table import grid, of_floor, step_ms, table
 from gapless.bench.workloads import WORKLOADS, Workload, nano, uniform, workload
-from gapless.cli import main
+from gapless.cli import COMMANDS, main
 from gapless.cli.parser import Parser, UsageError
 from gapless.errors import ConfigError
 from gapless.trace import command as trace_command
@@ -170,6 +170,8 @@ def test_commands_of_the_documents_parse(file: str) -> None:
         kind = "gapless.bench.command"
         if name == "trace":
             kind = trace_command.ACTIONS[words.pop(0)][0]
+        elif words[0] == "serve":
+            kind = COMMANDS[f"{name} {words.pop(0)}"][0]
         module = importlib.import_module(kind)
         parser = Parser(prog=line)
         module.add_arguments(parser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pty
 import random
@@ -214,7 +215,9 @@ def test_on_a_terminal(server: _Server) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "gapless", "top", server.url, "--interval=0.05"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    streams = {"stdout": theirs, "stderr": theirs, "stdin": theirs}
+    process = subprocess.Popen(command, env=environment, preexec_fn=heed, **streams)
     os.close(theirs)
     out = ""
 
