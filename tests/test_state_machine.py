@@ -123,6 +123,7 @@ class Turns(RuleBasedStateMachine):
             num_drafts=num_drafts if kind == "drafts" else 0,
         )
         self.next_id = 0
+        self.add(3, seed)  # a program may have been drawn without the rules that add
 
     @rule(count=st.integers(1, 4), seed=st.integers(0, 2**20))
     def add(self, count: int, seed: int) -> None:
@@ -249,6 +250,7 @@ class Threads(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.pool = ThreadPoolExecutor(3)
         self.waits: list[Future[Any]] = []
+        self.submit(3, seed)
 
     @rule(count=st.integers(1, 5), seed=st.integers(0, 2**20))
     def submit(self, count: int, seed: int) -> None:
