@@ -123,7 +123,7 @@ class Drafting:
         """Raise `RuntimeError` where slack and steps in flight disagree."""
         r, k = self._rows, self.num_drafts
         if (self.slack < 0).any() or (self.slack > k * r.in_flight).any():
-            raise RuntimeError(f"slack {self.slack.tolist()} with steps in flight {r.in_flight.tolist()}")
+            raise RuntimeError(f"slack {self.slack} with steps in flight {r.in_flight}")
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Drafting:
         live = np.flatnonzero(plan.samples & ~r.finished[plan.rows])
         rows, tokens, counts = plan.rows[live], brought[live, :width], brought[live, width].copy()
         if len(rows) and int(counts.min()) < 1:
-            raise RuntimeError(f"step {plan.step}: a row that has not ended got no token; counts {counts.tolist()}")
+            raise RuntimeError(f"step {plan.step}: a row that has not ended got no token; counts {counts}")
         extra = counts - 1
         grown = np.minimum(r.total[rows] + extra, r.limit[rows]) - r.total[rows]
         r.total[rows] += grown
@@ -223,7 +223,7 @@ class Drafting:
         sequence = np.arange(len(rows))
         is_bad, stopped = bad[sequence, last], stop[sequence, last]
         counts = (last + ~is_bad).astype(np.int32)
-        which, j = np.nonzero(place < counts[:, None])
+        which, j = np.nonzero(place < counts[:, None])  # sync-ok: NumPy, the slot's output copied by the wait
         r.tokens[rows[which], at[which] + j] = tokens[which, j]
         r.known[rows] = at + counts
         r.first_token_time[rows[(at == r.prompt_len[rows]) & (counts > 0)]] = time.monotonic()
@@ -239,9 +239,9 @@ class Drafting:
             return
         stats, config = self.stats, self.config
         stats.steps += len(rows)
-        place = np.arange(self.num_drafts)
-        stats.proposed = (stats.proposed + (proposed[:, None] > place).sum(axis=0)).tolist()
-        stats.accepted = (stats.accepted + (accepted[:, None] > place).sum(axis=0)).tolist()
+        for i in range(self.num_drafts):
+            stats.proposed[i] += int(np.count_nonzero(proposed > i))
+            stats.accepted[i] += int(np.count_nonzero(accepted > i))
         self._tried[rows] += 1
         self._accepted[rows] += accepted
         judged = rows[self._tried[rows] >= config.patience]

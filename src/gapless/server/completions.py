@@ -56,16 +56,12 @@ async def create(serving: Serving, request: Request) -> Any:
     """Answer one request, as one object or as a stream."""
     body = await serving.read(request, CompletionRequest)
     call, params = await _prepare(serving, body)
-    terms: Any = {
-        "lora": serving.lora_of(call.model),
-        "priority": body.priority,
-        "cache_salt": body.cache_salt,
-    }
+    terms = serving.terms_of(call.model, body.priority, body.cache_salt)
     if not body.stream:
-        ticket = serving.submit(call.prompts, params, "final", call.id, **terms)
+        ticket = serving.submit(call.prompts, params, "final", call.id, terms=terms)
         outputs = await serving.final(ticket, request)
         return Json(_answer(call, outputs))
-    ticket = serving.submit(call.prompts, params, "delta", call.id, body.stream_interval, **terms)
+    ticket = serving.submit(call.prompts, params, "delta", call.id, body.stream_interval, terms=terms)
     return sse.EventStream(_Events(call), ticket, serving.keep_alive)
 
 

@@ -55,15 +55,15 @@ async def create(serving: Serving, request: Request) -> Any:
     body = await serving.read(request, ResponsesRequest)
     call, params = await chat.prepare(serving, to_chat(body))
     writer = _Writer(body, call)
-    lora = serving.lora_of(call.model)
+    terms = serving.terms_of(call.model)
     if not body.stream:
-        ticket = serving.submit([call.prompt], [params], "final", writer.response.id, lora=lora)
+        ticket = serving.submit([call.prompt], [params], "final", writer.response.id, terms=terms)
         (output,) = await serving.final(ticket, request)
         (completion,) = output.outputs
         for _ in writer.take(completion):
             pass
         return Json(writer.response)
-    ticket = serving.submit([call.prompt], [params], "delta", writer.response.id, lora=lora)
+    ticket = serving.submit([call.prompt], [params], "delta", writer.response.id, terms=terms)
     return sse.EventStream(_Events(writer), ticket, serving.keep_alive, done=b"", error_event=writer.failed)
 
 

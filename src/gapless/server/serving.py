@@ -148,9 +148,9 @@ class Serving:
             raise errors.unknown_model(name, [*self.names, *self.adapters])
         return name
 
-    def lora_of(self, name: str) -> str | None:
-        """The adapter that a served name stands for."""
-        return name if name in self.adapters else None
+    def terms_of(self, model: str, priority: int | None = None, cache_salt: str | None = None) -> Terms:
+        """How a request for a served name runs: an adapter's name asks for the adapter."""
+        return Terms(priority or 0, cache_salt, model if model in self.adapters else None)
 
     def max_tokens(self, prompt: EncodedPrompt, asked: int | None, default: int | None) -> int:
         """New tokens of one prompt: what was asked for, which must fit; else the default, as far as it fits.
@@ -176,9 +176,7 @@ class Serving:
         label: str,
         interval: int | None = None,
         *,
-        lora: str | None = None,
-        priority: int | None = None,
-        cache_salt: str | None = None,
+        terms: Terms,
     ) -> Ticket:
         """Hand prompts to the engine, all or none.
 
@@ -188,7 +186,7 @@ class Serving:
         self.raise_unless_ready()  # again: encoding took time
         step = max(self.options.stream_interval, interval or 1)
         try:
-            ticket = self.front_end.submit(prompts, params, mode, label, step, Terms(priority or 0, cache_salt, lora))
+            ticket = self.front_end.submit(prompts, params, mode, label, step, terms)
         except RequestError as error:
             raise errors.of_request_error(error) from error
         except EngineClosedError as error:

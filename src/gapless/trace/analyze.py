@@ -177,12 +177,12 @@ def _runs(values: np.ndarray[Any, Any]) -> Iterable[tuple[int, int]]:
     if not len(values):
         return []
     marks = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1], [True])))
-    return itertools.pairwise(marks.tolist())
+    return itertools.pairwise(marks.tolist())  # sync-ok: NumPy, of a trace
 
 
 def _copies(recording: Recording, copies: Spans, n: int) -> list[dict[str, Any]]:
     out = []
-    for name in sorted(set(copies.name.tolist())):
+    for name in sorted(set(copies.name.tolist())):  # sync-ok: NumPy, of a trace
         mine = copies.pick(copies.name == name)
         text = recording.names[name]
         out.append(

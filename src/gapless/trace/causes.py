@@ -189,7 +189,7 @@ def attribute(recording: Recording, window: tuple[float, float], threshold: floa
     by_opener: dict[str, float] = {}
     by_cause[COPYING] = busy.total - kernels.total
     copies = inside.pick(inside.kind != KERNEL)
-    for name in sorted(set(copies.name.tolist())):
+    for name in sorted(set(copies.name.tolist())):  # sync-ok: NumPy, of a trace
         mine = copies.pick(copies.name == name).intervals.union().cut(start, end)
         by_detail[COPYING, recording.names[name]] = mine.minus(kernels).total
     gaps: list[Gap] = []
@@ -200,7 +200,7 @@ def attribute(recording: Recording, window: tuple[float, float], threshold: floa
     same_graph = both & (work.link[before] == work.link[after]) & (work.link[after] >= 0)
     short = same_graph | (idle.end - idle.start < threshold)
     by_cause[NODES] = float(np.sum((idle.end - idle.start)[short]))
-    for row in np.flatnonzero(~short).tolist():
+    for row in np.flatnonzero(~short).tolist():  # sync-ok: NumPy, of a trace
         a, b = float(idle.start[row]), float(idle.end[row])
         gap = _explain(recording, host, work, a, b, int(after[row]))
         gaps.append(gap)

@@ -85,9 +85,9 @@ def by_waits(clock: Clock, waits: Sequence[Span], calls: Sequence[Span]) -> Cloc
     low, high = np.maximum(after - 1, 0), np.minimum(after, len(begins) - 1)
     nearest = np.where(np.abs(begins[low] - expected) <= np.abs(begins[high] - expected), low, high)
     chosen, count = np.unique(nearest, return_counts=True)
-    alone = set(chosen[count == 1].tolist())
+    alone = set(chosen[count == 1].tolist())  # sync-ok: NumPy, of a trace
     at, moved = [], []
-    for (begin, end), call in zip(waits, nearest.tolist(), strict=True):
+    for (begin, end), call in zip(waits, nearest.tolist(), strict=True):  # sync-ok: NumPy, of a trace
         first, last = calls[call][1] - clock(end), calls[call][0] - clock(begin)  # how far it may be moved
         if call in alone and first <= last:
             at.append(begin)
