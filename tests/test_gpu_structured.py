@@ -39,7 +39,6 @@ def run(**changes: Any) -> list[tuple[str, list[int]]]:
         outputs = llm.generate([f"hello {i}" for i in range(len(params))], params, use_tqdm=False)
         stats, _ = llm.stats()
         assert stats.held_steps > 0
-        assert stats.idle_masks >= 0
         return [(o.outputs[0].text, o.outputs[0].token_ids) for o in outputs]
 
 

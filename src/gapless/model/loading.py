@@ -102,7 +102,7 @@ def load_model(
             )
         if ple_tables_on_host and any(table.weight.device.type != "cpu" for table in ple_tables(model)):
             raise ConfigError(
-                f"ple_tables_on_host=True: the tables of the model object lie on {model.device}; move them to the CPU first"
+                f"ple_tables_on_host=True: the tables of the model object lie on {model.device}; move them to the CPU"
             )
         module, source, name = model, str(getattr(model.config, "_name_or_path", "")) or None, None
     else:

@@ -43,6 +43,7 @@ from gapless.server.wire import (
     Step,
     Stop,
     ToEngine,
+    ToFrontEnd,
     encode,
     to_engine,
 )
@@ -113,11 +114,11 @@ class EngineServer:
         try:
             self._open(setup)
         except (AdapterError, ConfigError, UnsupportedModelError, ImportError, OSError) as error:
-            self._send([Died(str(error), usage=True)])
+            self._send(Died(str(error), usage=True))
             return EXIT_USAGE
         except Exception as error:
             logger.exception("the engine could not start")
-            self._send([Died(f"the engine could not start: {error!r}")])
+            self._send(Died(f"the engine could not start: {error!r}"))
             return EXIT_DIED
         return self._write(setup.heartbeat)
 
@@ -159,7 +160,7 @@ class EngineServer:
             dtype=str(model.dtype).removeprefix("torch."),
             adapters=loaded,
         )
-        self._send([ready])
+        self._send(ready)
 
     # ---- from the front end ---------------------------------------------------------------------------------------
 
@@ -237,17 +238,17 @@ class EngineServer:
                 try:
                     message = self._messages.get(timeout=heartbeat)
                 except queue.Empty:
-                    self._send([Step(None, engine.stats, scheduler.snapshot())])
+                    self._send(Step(None, engine.stats, scheduler.snapshot()))
                     continue
                 if message is None:
                     engine.close()
                     return EXIT_OK
                 if isinstance(message, (Refused, Acted, Died)):
-                    self._send([message])
+                    self._send(message)
                     if isinstance(message, Died):
                         return EXIT_DIED
                     continue
-                self._send([Step(message, engine.stats, scheduler.snapshot())])
+                self._send(Step(message, engine.stats, scheduler.snapshot()))
         except OSError as error:
             logger.error("the front end cannot be written to: %s", error)
             engine.close()
@@ -256,8 +257,8 @@ class EngineServer:
             if self._grammars is not None:
                 self._grammars.close()
 
-    def _send(self, messages: list[Any]) -> None:
-        self._connection.sendall(b"".join(map(encode, messages)))
+    def _send(self, message: ToFrontEnd) -> None:
+        self._connection.sendall(encode(message))
 
 
 def main(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +33,6 @@ from gapless.server.wire import (
     Act,
     Acted,
     Commands,
-    Died,
     Frames,
     Ready,
     Refused,
@@ -358,9 +358,8 @@ class Ticket:
     ) -> None:
         self.sequences = sequences
         self.prompt_tokens = prompt_tokens
-        self.created = time.monotonic()
         self.groups: list[RequestGroup] = []
-        self.generated: dict[int, int] = {}  # new tokens by prompt
+        self.generated: dict[int, Counter[int]] = {}  # new tokens by prompt, of each of its completions
         self.reasons: list[str] = []  # of the completions that have ended
         self.started = False
         self.lora: str | None = None
@@ -412,13 +411,13 @@ class Ticket:
             self._outputs[index] = output
         else:
             accumulate(before, output)
-        new = 0
+        new, generated = 0, self.generated.setdefault(index, Counter())
         for c in output.outputs:
             new += len(c.token_ids)
+            generated[c.index] += len(c.token_ids)
             if c.finish_reason is not None:
                 self.reasons.append(c.finish_reason)
         self._pending += new
-        self.generated[index] = self.generated.get(index, 0) + new
         wake = output.finished or not self.started or self._pending >= self._interval
         self.started = True
         if output.finished:
@@ -481,7 +480,7 @@ class Ticket:
                     return {}
         self._ready.clear()
         if self._error is not None:
-            raise _answer(self._error) from self._error
+            raise answer_of(self._error) from self._error
         outputs, self._outputs, self._pending = self._outputs, {}, 0
         return outputs
 
@@ -509,7 +508,8 @@ class Ticket:
             self._on_close(self)
 
 
-def _answer(error: BaseException) -> errors.ApiError:
+def answer_of(error: BaseException) -> errors.ApiError:
+    """What a client is told of it."""
     if isinstance(error, errors.ApiError):
         return error
     if isinstance(error, EngineClosedError):
@@ -670,10 +670,6 @@ class FrontEnd:
             done.set_result(None)
         else:
             done.set_exception(errors.bad_request(message.error))
-
-    def died(self, message: Died) -> None:
-        """The engine said that it ends."""
-        self.fail(message.reason)
 
     def stalled(self) -> float:
         """Seconds without progress of an engine that has work, or without any word of its process."""

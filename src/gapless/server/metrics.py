@@ -160,13 +160,14 @@ class Metrics(Collector):
         for reason in (*ticket.reasons, *("abort" for _ in range(aborted))):
             self._finished[reason] = self._finished.get(reason, 0) + 1
         for i, group in enumerate(ticket.groups):
-            self._request(group.metrics, len(group.prompt_token_ids), ticket.generated.get(i, 0))
+            self._request(group.metrics, len(group.prompt_token_ids), list(ticket.generated.get(i, {}).values()))
 
-    def _request(self, metrics: RequestMetrics, prompt_tokens: int, generated: int) -> None:
+    def _request(self, metrics: RequestMetrics, prompt_tokens: int, generated: list[int]) -> None:
         observe = {name: histogram.observe for name, histogram in self._histograms.items()}
         observe["request_prompt_tokens"](prompt_tokens)
-        observe["request_generation_tokens"](generated)
-        observe["request_max_num_generation_tokens"](generated)
+        observe["request_generation_tokens"](sum(generated))
+        longest = max(generated, default=0)
+        observe["request_max_num_generation_tokens"](longest)
         observe["request_num_preemptions"](metrics.num_preemptions)
         first, end, arrival = metrics.first_token_time, metrics.finished_time, metrics.arrival_time
         if first is not None:
@@ -178,8 +179,8 @@ class Metrics(Collector):
         if first is not None:
             observe["request_inference_time_seconds"](end - arrival)
             observe["request_decode_time_seconds"](end - first)
-            if generated > 1:
-                observe["request_time_per_output_token_seconds"]((end - first) / (generated - 1))
+            if longest > 1:  # completions of a request run side by side
+                observe["request_time_per_output_token_seconds"]((end - first) / (longest - 1))
 
     def http(self, method: str, path: str, status: int, seconds: float) -> None:
         """A request was answered, to its last byte, or was given up by its client."""

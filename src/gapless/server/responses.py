@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from gapless.request import CompletionOutput, RequestOutput
@@ -45,9 +44,7 @@ from gapless.server.responses_protocol import (
 )
 from gapless.server.serving import Json, Serving, new_id, raise_if_failed
 
-T = TypeVar("T")
 LOGPROBS = "message.output_text.logprobs"
-_encoder = msgspec.json.Encoder()
 
 
 async def create(serving: Serving, request: Request) -> Any:
@@ -220,8 +217,7 @@ class _Writer:
     def event(self, type: str, **fields: Any) -> bytes:
         """One event, with its name and its number."""
         self._number += 1
-        data = _encoder.encode({"type": type, "sequence_number": self._number, **fields})
-        return b"event: " + type.encode() + b"\ndata: " + data + b"\n\n"
+        return b"event: " + type.encode() + b"\n" + sse.data({"type": type, "sequence_number": self._number, **fields})
 
     def begin(self) -> bytes:
         """The events before the first token."""

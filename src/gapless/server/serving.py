@@ -17,7 +17,7 @@ from starlette.responses import Response
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.request import RequestOutput, SamplingParams
 from gapless.server import errors
-from gapless.server.frontend import FrontEnd, Terms, Ticket
+from gapless.server.frontend import FrontEnd, Terms, Ticket, answer_of
 from gapless.server.limits import read_body
 from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions
@@ -187,12 +187,8 @@ class Serving:
         step = max(self.options.stream_interval, interval or 1)
         try:
             ticket = self.front_end.submit(prompts, params, mode, label, step, terms)
-        except RequestError as error:
-            raise errors.of_request_error(error) from error
-        except EngineClosedError as error:
-            raise errors.draining() from error
-        except EngineDeadError as error:
-            raise errors.engine_failed(f"The engine has stopped: {error}") from error
+        except (RequestError, EngineClosedError, EngineDeadError) as error:
+            raise answer_of(error) from error
         self.metrics.submitted(params)
         return ticket
 
