@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from harness import Job, make_request, random_jobs, run_jobs
+from gapless.device.cpu import CpuDevice
+from gapless.engine import Engine
+from harness import Job, make_parts, make_request, random_jobs, run_jobs
 from hash_model import EOS, HashModel
 
 
@@ -91,3 +93,16 @@ def test_nothing_undeclared_is_touched(depth: int) -> None:
     jobs = random_jobs(random.Random(7), model.vocab_size, eos=EOS, count=4)
     truth = run_jobs(random_jobs(random.Random(7), model.vocab_size, eos=EOS, count=4), model, depth=1)
     assert run_jobs(jobs, model, depth=depth, debug=True).tokens() == truth.tokens()
+
+
+def test_a_second_error_in_the_inbox_does_not_keep_the_memory() -> None:
+    """What is left there when the loop ends is run, so that nobody waits; whatever it raises, the runner is closed."""
+    device, died = CpuDevice(), list[BaseException]()
+    scheduler, runner = make_parts(HashModel(), device, depth=2)
+    engine = Engine(scheduler, runner, 2, lambda message: None, died.append)
+    engine.fail(ValueError("first"))
+    engine.fail(ValueError("second"))
+    engine.start()
+    engine._thread.join(30)
+    assert [str(error) for error in died] == ["first"]
+    assert device.closed

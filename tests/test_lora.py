@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engines import check_idle, gated, wait_until
 from gapless import LLM, AdapterError, AsyncLLM, ConfigError, RequestError, SamplingParams
+from gapless.errors import EngineClosedError
 from models import VOCAB_SIZE, tiny
 
 peft_adapters = pytest.importorskip("peft_adapters", reason="peft is not installed")
@@ -367,6 +368,8 @@ def test_load_and_unload_while_others_run(llama: Setting, depth: int) -> None:
         assert llm.loras == ["a"]
         check_idle(llm)
     assert results == [expected] * 3
+    with pytest.raises(EngineClosedError):
+        llm.unload_lora("a")
 
 
 @pytest.mark.parametrize("first", ["a", None])

@@ -86,7 +86,9 @@ class LoadedAdapters:
 
         Raises:
             AdapterError: there is no such adapter.
+            EngineDeadError, EngineClosedError: the engine has ended.
         """
+        self._engine.raise_if_dead()
         with self._lock:
             ref = self._names.pop(name, None)
             if ref is None:

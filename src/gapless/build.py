@@ -323,8 +323,6 @@ def _draft_model(config: EngineConfig, model: CausalModel, device: torch.device)
             f"speculative.model={draft.name} was made for {draft.max_position} positions, fewer than max_model_len="
             f"{config.max_model_len}. Lower max_model_len, or use another draft model"
         )
-    if not all(spec.paged for spec in draft.kv_specs):
-        raise ConfigError(f"speculative.model={draft.name} has layers with a state: use one that has attention alone")
     return draft
 
 

@@ -414,6 +414,7 @@ class EngineClient:
         """See `LLM.sleep`. From any thread."""
         if isinstance(level, bool) or level not in (1, 2):
             raise ConfigError(f"level={level!r} is not allowed: 1 (cache and graphs) or 2 (the weights too)")
+        self._engine.raise_if_dead()
         store = self._built.weights
         if level == 2 and (store is None or not store.owned):
             raise ConfigError(

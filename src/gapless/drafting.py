@@ -132,11 +132,16 @@ class Drafting:
         rows get what is left. A row that can take one more token only needs none."""
         r = self._rows
         wanted = (r.total[rows] >= self._resume_at[rows]) & (r.limit[rows] - r.total[rows] > 1)
-        if self._blocks.windowed:  # a row must be able to go on alone, from its lowest start to its last draft
-            wanted &= self.slack[rows] + 2 * self.num_drafts + 1 <= self._blocks.longest_window_chunk
+        if self._blocks.windowed:
+            wanted &= self._fits_a_window(rows)
         affordable = max(budget - len(rows), 0) // self.num_drafts
         chosen: Bools = wanted & (np.cumsum(wanted) <= affordable)
         return chosen
+
+    def _fits_a_window(self, rows: I32) -> Bools:
+        """A row must be able to go on alone, from its lowest start to its last draft."""
+        fits: Bools = self.slack[rows] + 2 * self.num_drafts + 1 <= self._blocks.longest_window_chunk
+        return fits
 
     def ends(self, rows: I32, lens: I32) -> I32:
         """One beyond the last position that a step of ``lens`` tokens may write: the upper bound.
@@ -169,6 +174,8 @@ class Drafting:
         """
         r, rows = self._rows, plan.rows
         if not self.slack[rows].all() or int((r.limit[rows] - r.total[rows]).min()) <= 1:
+            return None
+        if self._blocks.windowed and not self._fits_a_window(rows).all():
             return None
         size = r.layout.block_size
         missing = self.ends(rows, plan.query_lens) - r.num_blocks[rows] * np.int32(size)

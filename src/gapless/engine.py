@@ -239,7 +239,8 @@ class Engine:
             with self._gate:
                 self._running = False
             while not self._inbox.empty():  # nobody waits for an answer for ever
-                self._inbox.get()()
+                with contextlib.suppress(BaseException):  # the scheduler may be in the middle of what failed
+                    self._inbox.get()()
             self.control.close(self._end())
             # After an error closing may fail for the same reason; the callers have been given the first one.
             with contextlib.nullcontext() if self._error is None else contextlib.suppress(Exception):
@@ -306,17 +307,11 @@ class Engine:
 
     def call(self, action: Callable[[], T]) -> T:
         """Run ``action`` on the loop's thread between two steps and return what it returns."""
-        done: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                self.raise_if_dead()
-                done.set_result(action())
-            except BaseException as error:
-                done.set_exception(error)
+        def start(done: Future[T]) -> None:
+            done.set_result(action())
 
-        self._put(run)
-        return done.result()
+        return self.ask(start)
 
     def ask(self, start: Callable[[Future[T]], object]) -> T:
         """Run ``start`` on the loop's thread; return what the future that it is given comes to hold.

@@ -341,9 +341,14 @@ class Runner:
 
     def _warm(self, keys: list[Key]) -> None:
         """Run the smallest key of each kind without a token. Libraries keep a handle and a workspace for each thread
-        that calls them, which a capture may not be the first to ask for; and this thread has only replayed."""
+        that calls them, which a capture may not be the first to ask for; and this thread has only replayed.
+
+        Not the masks: they call no library, and their region of the slot still holds those of an earlier step, which
+        would be written to rows that others have by now.
+        """
         slot = self._ring.slots[0]
-        smallest = {(key.half, key.decode_only, key.lora, key.width, key.few): key for key in keys}
+        kinds = [key for key in keys if key.half != "mask"]
+        smallest = {(key.half, key.decode_only, key.lora, key.width, key.few): key for key in kinds}
         with self.device.thread_context():
             for key in smallest.values():
                 slot.fill(NO_STEP, slot_layout(key.num_tokens, key.num_seqs), self.layout.null_row)

@@ -23,7 +23,6 @@ class Purpose(enum.IntEnum):
 
     SAMPLE = 0
     DRAFT = 1
-    ACCEPT = 2
 
 
 def philox(
