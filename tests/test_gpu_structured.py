@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engines import model, options
-from gapless import LLM, SamplingParams
+from engines import model, options, tokenizer
+from gapless import LLM, AsyncLLM, SamplingParams
+from models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,3 +54,32 @@ def test_outputs_parse_and_do_not_depend_on_depth_or_graphs() -> None:
             assert re.fullmatch(form.get("regex", "yes|no"), text)
     for depth in (1, 2, 3):
         assert run(pipeline_depth=depth) == truth
+
+
+def test_a_wake_leaves_the_masks_of_rows_alone() -> None:
+    """A slot still holds the mask of its last held step, whose row another request has by now, with its own mask."""
+    pytest.importorskip("llguidance")
+    new, allowed = 1500, [5, 9, 77, 90]
+    longer = tiny("llama", vocab_size=len(tokenizer()), num_hidden_layers=2, max_position_embeddings=2048)
+    choice = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=10)
+    second = SamplingParams(temperature=0.8, seed=3, max_tokens=new, ignore_eos=True, allowed_token_ids=allowed)
+    sizes = {"max_num_seqs": 1, "max_model_len": 2048, "num_kv_blocks": 512, "pipeline_depth": 1}
+
+    async def tokens(sleeps: bool) -> list[int]:
+        async with AsyncLLM(**options(model=longer.cuda(), device="cuda", **sizes)) as llm:
+            outputs = [output async for output in llm.generate("hello", choice, "first")]
+            stream = llm.generate("hello", second, "second")
+            outputs.append(await anext(stream))
+            if sleeps:
+                await llm.pause()
+                await llm.sleep()
+                await llm.wake()
+                await llm.resume()
+                assert len(outputs[-1].outputs[0].token_ids) < new  # it slept in the middle of the request
+            outputs += [output async for output in stream]
+            return outputs[-1].outputs[0].token_ids
+
+    got = asyncio.run(tokens(sleeps=True))
+    assert len(got) == new
+    assert set(got) <= set(allowed)
+    assert got == asyncio.run(tokens(sleeps=False))
