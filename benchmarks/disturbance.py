@@ -142,7 +142,7 @@ def main() -> None:
                 around = busy_cores(args.processes, args.stress) if disturbed else contextlib.nullcontext()
                 with around:
                     figures = decode_figures(llm, load, args.repeats)
-                named = {"shape": args.shape, "workload": load.name, "depth": depth, "disturbed": disturbed}
+                named = {"shape": args.shape, "workload": args.workload, "depth": depth, "disturbed": disturbed}
                 rows.append({**named, **figures})
                 print(
                     f"{load.name} depth {depth} {'every core busy' if disturbed else 'undisturbed    '} "

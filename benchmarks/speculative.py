@@ -5,16 +5,17 @@
     python benchmarks/speculative.py --model TARGET --method draft_model --draft-model DRAFT
 
     edit      a file of code, to be written again with one name changed: the answer repeats the prompt
-    extract   names out of a list of records: the answer repeats parts of the prompt
+    extract   a list of records, to be copied: the answer repeats parts of the prompt
     loop      random ids, greedy: what a model with random weights falls into
     ceiling   one token is allowed, so that every draft is right: the most that drafts can give
     fresh     random ids, drawn at a temperature of 4: text that never repeats; this is what drafts may cost
 
-With random weights there is no answer to a question, so ``edit`` and ``extract`` need a real model. Both engines share
-one copy of the weights and run by turns, in alternating order. A round's ratio is the tokens per second with drafts
-over those without; the figure is the median over the rounds, beside the smallest and the largest. ``equal`` is the
-share of requests whose tokens are the same in both. A product of five tokens may round otherwise than one of one; at a
-temperature of 4 the last bit of a logit may move a draw, and in bf16 an argmax.
+With random weights there is no answer to a question, so ``edit`` and ``extract`` need a real model. They end where
+the answer ends; what a small model says after that repeats nothing. Both engines share one copy of the weights and
+run by turns, in alternating order. A round's ratio is the tokens per second with drafts over those without; the
+figure is the median over the rounds, beside the smallest and the largest. ``equal`` is the share of requests whose
+tokens are the same in both. A product of five tokens may round otherwise than one of one; at a temperature of 4 the
+last bit of a logit may move a draw, and in bf16 an argmax.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ CODE = '''class Account:
         self.history.append(("withdraw", amount))
         return self.balance
 '''
+ANSWERED = ("edit", "extract")
 NAMES = ("Ada Lovelace", "Alan Turing", "Grace Hopper", "Edsger Dijkstra", "Barbara Liskov", "Donald Knuth")
 
 
@@ -96,17 +98,14 @@ def case(
     ratios, equal = [], []
     before = drafts_of(engines["drafts"])
     for index in range(args.rounds + 1):  # the first is a rehearsal
-        if kind in ("edit", "extract"):
+        if kind in ANSWERED:
             prompts = questions(kind, tokenizer, batch)
         else:
             prompts = random_ids(batch, vocab, args.prompt, 1000 * index + batch)
-        how: dict[str, Any] = {"temperature": 4.0 if kind == "fresh" else 0.0}
+        how: dict[str, Any] = {"temperature": 4.0 if kind == "fresh" else 0.0, "ignore_eos": kind not in ANSWERED}
         if kind == "ceiling":
             how["allowed_token_ids"] = [20 + index]
-        params = [
-            gapless.SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1000 * index + i, **how)
-            for i in range(batch)
-        ]
+        params = [gapless.SamplingParams(max_tokens=args.tokens, seed=1000 * index + i, **how) for i in range(batch)]
         found = {}
         for name in sorted(engines, reverse=index % 2 == 1):
             engines[name].reset_prefix_cache()

@@ -43,8 +43,9 @@ def newest(folder: Path) -> dict[str, list[Row]]:
     order = list(WORKLOADS)
 
     def place(row: Row) -> tuple[Any, ...]:
-        name = row["workload"]
-        return (row["shape"], order.index(name) if name in order else len(order), name, row["engine"], row["depth"])
+        name, _, new_tokens = row["workload"].partition("/")  # as a shortened workload is called
+        known = order.index(name) if name in order else len(order)
+        return (row["shape"], known, name, int(new_tokens or 0), row["engine"], row["depth"])
 
     machines: dict[str, list[Row]] = {}
     for row in sorted(chosen.values(), key=place):

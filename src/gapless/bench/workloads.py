@@ -75,8 +75,9 @@ class Workload:
         ]
 
     def limited(self, new_tokens: int) -> Workload:
-        """The same with at most that many new tokens each."""
-        return replace(self, output_lens=tuple(min(n, new_tokens) for n in self.output_lens))
+        """The same with at most that many new tokens each; one that got shorter says so in its name."""
+        lens = tuple(min(n, new_tokens) for n in self.output_lens)
+        return self if lens == self.output_lens else replace(self, name=f"{self.name}/{new_tokens}", output_lens=lens)
 
 
 def uniform(name: str, batch: int, prompt_len: int, output_len: int) -> Workload:
