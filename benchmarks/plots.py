@@ -96,9 +96,9 @@ def growth(result: dict[str, Any], target: Path) -> None:
     figure, panels = pyplot.subplots(1, len(curves), figsize=size, layout="constrained", squeeze=False)
     for axes, (name, curve) in zip(panels[0], curves.items(), strict=True):
         n = np.array([p["n"] for p in curve["points"]], float)
-        dense = np.geomspace(n.min(), n.max(), 200)
         for (key, law), colour in zip(curve["laws"].items(), (QUIET, NOISY), strict=False):
             label, scale = NAMES[key]
+            dense = np.geomspace(law.get("from", n.min()), n.max(), 200)
             line = law["a"] + law.get("b", 0.0) * dense + law.get("c", 0.0) * dense**2
             axes.plot(dense, scale * line, color=colour, linewidth=1.2, zorder=1)
             label = f"{label}; law {law['law']}, worst point {100 * law['worst']:.0f} % off"
@@ -106,8 +106,9 @@ def growth(result: dict[str, Any], target: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel(AXES[name])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
             axis.set_minor_formatter(lambda value, _: "")
         axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0, 1.2))
         _bare(axes)

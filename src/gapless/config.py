@@ -30,7 +30,8 @@ class EngineConfig:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
         pipeline_depth: steps in flight. 1 is synchronous; 2 hides the host behind the device; more absorb jitter.
         max_num_seqs: requests that run at once; each has a persistent row on the device.
-        max_num_batched_tokens: token budget of one step; at least ``max_num_seqs``, so that no decode ever waits.
+        max_num_batched_tokens: token budget of one step; at least ``max_num_seqs``, so that no decode ever waits. A
+            large one computes prompts quickest, a small one (256) keeps the time between tokens even while they come.
         max_model_len: longest prompt plus output, in tokens. None: what the model was made for.
         block_size: tokens in a block of the KV cache, a power of two.
         num_kv_blocks: blocks of the layers that keep every token; layers with a sliding window, which keep few, get
