@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gapless.config import EngineConfig
-from gapless.device.base import CopyCounts
+from gapless.device.counts import CopyCounts
 from gapless.engine import Engine
 from gapless.kv.spec import KVSpec
 from gapless.pipeline.kernels import reference_kernels

@@ -16,7 +16,7 @@ LAYERS = [
     {"device"},
     {"kv"},
     {"grammar", "draft", "drafting", "row_blocks", "row_words", "rows", "prefix", "steady", "versions"}
-    | {"waiting", "scheduler"},
+    | {"volume", "waiting", "scheduler"},
     {"model", "attention", "sampling", "speculative", "lora"},
     {"pipeline"},
     {"control", "engine", "build"},

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from gapless.control import Control
+from gapless.device.counts import CopyCounts
 from gapless.errors import EngineClosedError, EngineDeadError
 from gapless.messages import StepMessage
 from gapless.plan import I32, StepPlan
@@ -51,6 +52,8 @@ class StepResult(Protocol):
 class StepRunner(Protocol):
     """The pipeline as the loop sees it: `launch` and `sample` never block, `wait` is the only call that does."""
 
+    @property
+    def copies(self) -> CopyCounts: ...
     def launch(self, plan: StepPlan) -> Any: ...
     def sample(self, step: Any, write: Callable[[I32], I32]) -> None: ...
     def wait(self, step: Any) -> StepResult: ...
@@ -65,17 +68,19 @@ class EngineStats:
     ``host`` has one entry per phase of the loop. The device's time splits into ``busy`` (a step was running),
     ``idle_host`` (it waited for the host), ``idle_masks`` (it waited between a forward and its sampling for masks of
     structured output) and ``idle_no_work`` (there was no request). ``in_flight`` is of now: steps that were launched
-    and not waited for yet.
+    and not waited for yet. ``copies`` are the device's own counts.
     """
 
     steps: int = 0
     in_flight: int = 0
     held_steps: int = 0  # of ``steps``: those that sampled after masks had come
     busy: float = 0.0
+    busy_prompts: float = 0.0  # of ``busy``: in steps that computed several tokens of a prompt
     idle_host: float = 0.0
     idle_masks: float = 0.0
     idle_no_work: float = 0.0
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    copies: CopyCounts = field(default_factory=CopyCounts)
 
     @property
     def idle(self) -> dict[str, float]:
@@ -122,7 +127,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.control = Control(scheduler)
-        self.stats = EngineStats()
+        self.stats = EngineStats(copies=runner.copies)
         self._runner = runner
         self._depth = depth
         self._publish_to = publish
@@ -188,6 +193,8 @@ class Engine:
         stats.steps += 1
         stats.in_flight -= 1
         stats.busy += result.busy_ms * 1e-3
+        if not (result.plan.decode_only or result.plan.few):
+            stats.busy_prompts += result.busy_ms * 1e-3
         stats.idle_masks += result.held_ms * 1e-3
         stats.held_steps += result.plan.constrained is not None
         if starved:

@@ -63,6 +63,7 @@ class StepMessage:
         weight_version: of the weights that the step read.
         waits: seconds that requests had waited when their first step was planned, for each that has started since the
             message before.
+        prefills: of the same requests, tokens of the prompt that no prefix held.
     """
 
     ids: npt.NDArray[np.int64]
@@ -73,3 +74,4 @@ class StepMessage:
     prompts: PromptRecords | None = None
     weight_version: int = 0
     waits: tuple[float, ...] = ()
+    prefills: tuple[int, ...] = ()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from gapless.row_blocks import RowBlocks
 from gapless.rows import RowTable
 from gapless.steady import NO_UPDATES, Steady
 from gapless.versions import WeightVersions
+from gapless.volume import Volume
 from gapless.waiting import WaitingQueue
 
 NEVER = np.iinfo(np.int32).max
@@ -77,8 +78,10 @@ class SchedulerStats:
     preemptions: int = 0
     requests_finished: int = 0
     corrupted: int = 0  # of them: those that ended because no token could be chosen, by NaN or by their own masks
+    volume: Volume = field(default_factory=Volume)
     running: int = 0
     waiting: int = 0
+    deferred: int = 0  # of them: those that came after a pause was asked for that lets others finish
     blocks_used: int = 0
     blocks_total: int = 0
     used_by_group: tuple[tuple[int, int], ...] = ()
@@ -133,6 +136,7 @@ class Scheduler:
         self._held: StepPlan | None = None  # the latest step, while its masks are missing
         self._finished: list[Finished] = []
         self._waits: list[float] = []
+        self._prefills: list[int] = []
         self._stream_ids, self._stream_tokens = NO_IDS, NO_TOKENS
         self._stream_records: I32 | None = None
         self._prompts: PromptRecords | None = None
@@ -260,6 +264,7 @@ class Scheduler:
         self._held = None if plan.constrained is None else plan
         self.stats.steps += 1
         self.stats.tokens_computed += plan.num_tokens
+        self.stats.volume.add(plan, self.layout.windows)
 
     def _plan_decodes(self, draft: Draft) -> None:
         r, running = self.rows, self._running
@@ -349,7 +354,7 @@ class Scheduler:
                 if self._drafting is not None:
                     self._drafting.assign(row, request)
                     self.rows.needs_prompt[row] |= self._prompt_on_device and request.params.speculative is not False
-                params = self.rows.param_updates(row)
+                params, hits = self.rows.param_updates(row), self.stats.prefix_hit_tokens
                 draft.updates_left -= len(params)
                 started = self._start(row, draft)
                 draft.updates_left += len(params)
@@ -363,6 +368,7 @@ class Scheduler:
                 self._row_of[request_id] = row
                 self._waits.append(time.monotonic() - request.arrival)
                 self.stats.prompt_tokens += len(request.prompt_token_ids)
+                self._prefills.append(len(request.prompt_token_ids) - (self.stats.prefix_hit_tokens - hits))
             else:
                 return True
         return before is None
@@ -620,8 +626,9 @@ class Scheduler:
             self._prompts,
             self.versions.now,
             tuple(self._waits),
+            tuple(self._prefills),
         )
-        self._waits = []
+        self._waits, self._prefills = [], []
         self._stream_ids, self._stream_tokens, self._stream_records, self._prompts = NO_IDS, NO_TOKENS, None, None
         self._finished = []
         return message
@@ -663,7 +670,8 @@ class Scheduler:
         """The counters, with the gauges of now."""
         stats = self.stats
         stats.running = len(self._running)
-        stats.waiting = len(self._waiting) + len(self._parked) + len(self._preempted)
+        stats.deferred = len(self._parked)
+        stats.waiting = len(self._waiting) + stats.deferred + len(self._preempted)
         stats.used_by_group = tuple((p.capacity - p.available, p.capacity) for p in self.blocks.pools)
         stats.blocks_used, stats.blocks_total = map(sum, zip(*stats.used_by_group, strict=True))
         return stats

@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 
+from gapless.device.counts import CopyCounts
+
 
 class DeviceError(RuntimeError):
     """Work on the device failed. Sticky: every later wait raises it again; the ``__cause__`` is the first failure."""
@@ -37,16 +39,6 @@ class Access:
 
 
 NOTHING = Access()
-
-
-@dataclass(slots=True)
-class CopyCounts:
-    """Copies asked for since the device was made."""
-
-    h2d: int = 0
-    d2h: int = 0
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
 
 
 class Stream(Protocol):

@@ -22,7 +22,8 @@ from typing import cast
 
 import torch
 
-from gapless.device.base import NOTHING, Access, CopyCounts, DeviceError, Event, Stream, UndeclaredAccessError
+from gapless.device.base import NOTHING, Access, DeviceError, Event, Stream, UndeclaredAccessError
+from gapless.device.counts import CopyCounts
 
 POLL_SECONDS = 0.2
 POISON = (0xFF, 0x7E)  # as fp32: NaN and 8.5e37; as int32: -1 and a huge index
@@ -95,6 +96,7 @@ class CpuEvent:
         return self._latest is None or self._latest.done.is_set()
 
     def synchronize(self) -> None:
+        self._device.copies.waits += 1
         if self._latest is not None:
             self._device.wait_for(self._latest)
         self._device.raise_error()

@@ -15,7 +15,8 @@ from typing import cast
 
 import torch
 
-from gapless.device.base import NOTHING, Access, CopyCounts, Event, Stream
+from gapless.device.base import NOTHING, Access, Event, Stream
+from gapless.device.counts import CopyCounts
 
 EXCLUSIVE = threading.RLock()
 """Held while graphs are captured and while memory is given back: in one process the two exclude each other, and
@@ -35,9 +36,10 @@ class CudaStream(torch.cuda.Stream):
 class CudaEvent:
     """See `gapless.device.base.Event`."""
 
-    __slots__ = ("event",)
+    __slots__ = ("_counts", "event")
 
-    def __init__(self, timing: bool) -> None:
+    def __init__(self, timing: bool, counts: CopyCounts) -> None:
+        self._counts = counts
         self.event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Stream) -> None:
@@ -50,6 +52,7 @@ class CudaEvent:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
+        self._counts.waits += 1
         self.event.synchronize()  # sync-ok: the d2h event of the oldest step
 
     def elapsed_ms(self, later: Event) -> float:
@@ -83,7 +86,7 @@ class CudaDevice:
         return stream
 
     def event(self, *, timing: bool = False) -> Event:
-        return CudaEvent(timing)
+        return CudaEvent(timing, self.copies)
 
     def host_buffer(self, num_bytes: int, name: str) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

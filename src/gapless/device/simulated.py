@@ -25,7 +25,8 @@ from typing import cast
 
 import torch
 
-from gapless.device.base import NOTHING, Access, CopyCounts, DeviceError, Event, Stream
+from gapless.device.base import NOTHING, Access, DeviceError, Event, Stream
+from gapless.device.counts import CopyCounts
 from gapless.device.operations import HOST, STREAMS, Chooser, Observer, Operation, Record, Region, Wait, in_order
 
 POOL_BYTES = 16
@@ -81,6 +82,7 @@ class SimulatedEvent:
         return self.latest is None or self.latest.done
 
     def synchronize(self) -> None:
+        self._device.copies.waits += 1
         if self.latest is not None:
             self._device.wait_for(self.latest)
 

@@ -99,6 +99,7 @@ class TransformersModel:
     ) -> None:
         checks.check_config(model.config)
         self.module = private_copy(model)
+        self.config = self.module.config
         self.attention = attention
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         self.device = next(model.parameters()).device

@@ -101,6 +101,7 @@ class FusedDecoder:
         self.max_position = model.max_position
         self.eos_token_ids = model.eos_token_ids
         self.weight_bytes = model.weight_bytes
+        self.config = getattr(model, "config", None)
         self.dtype = model.dtype
         self.device = model.device
         self._layers = layers

@@ -33,6 +33,7 @@ import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.device.base import NOTHING, Access, Device, DeviceError, Event
+from gapless.device.counts import CopyCounts
 from gapless.kv.groups import group_of
 from gapless.kv.spec import StateSpec
 from gapless.lora.bank import AdapterBank
@@ -304,6 +305,11 @@ class Runner:
         busy = watch.start.elapsed_ms(watch.end) - held
         idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
         return StepResult(step.plan, tokens, busy, max(idle, 0.0), records, held)
+
+    @property
+    def copies(self) -> CopyCounts:
+        """Of the device, counted on."""
+        return self.device.copies
 
     @property
     def _mask_key(self) -> Key:

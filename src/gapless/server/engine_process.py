@@ -29,6 +29,7 @@ from gapless.config import EngineConfig
 from gapless.errors import AdapterError, ConfigError, EngineClosedError, EngineDeadError, UnsupportedModelError
 from gapless.messages import StepMessage
 from gapless.server.actions import perform
+from gapless.server.estimates import ModelSizes
 from gapless.server.grammars import Grammars
 from gapless.server.logs import set_up_logging
 from gapless.server.wire import (
@@ -159,6 +160,7 @@ class EngineServer:
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             adapters=loaded,
+            sizes=ModelSizes.of(model, built.layout.windows),
         )
         self._send(ready)
 

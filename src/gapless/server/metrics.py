@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from gapless.engine import EngineStats
 from gapless.request import RequestMetrics, SamplingParams
 from gapless.scheduler import SchedulerStats
+from gapless.server.estimates import Estimates
 from gapless.server.frontend import FrontEnd, Ticket
 from gapless.server.wire import Step
 
@@ -98,6 +99,7 @@ HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
     "request_params_n": (N, "Parameter n."),
     "request_params_max_tokens": (COUNTS, "Parameter max_tokens."),
     "request_max_num_generation_tokens": (COUNTS, "New tokens of a request's longest completion."),
+    "request_prefill_kv_computed_tokens": (COUNTS, "Tokens of a sequence's prompt that no prefix held."),
     "request_num_preemptions": (N, "Preemptions of a request."),
     "iteration_tokens_total": (POWERS, "Tokens computed in a step."),
 }
@@ -141,8 +143,9 @@ class Metrics(Collector):
         """A message of the engine."""
         before, self._step = self._step, step
         if step.message is not None:
-            for seconds in step.message.waits:
+            for seconds, tokens in zip(step.message.waits, step.message.prefills, strict=True):
                 self._histograms["request_queue_time_seconds"].observe(seconds)
+                self._histograms["request_prefill_kv_computed_tokens"].observe(tokens)
         steps = step.engine.steps - before.engine.steps
         if steps <= 0:
             return
@@ -257,9 +260,24 @@ class Metrics(Collector):
             ("overrun_tokens", "Tokens computed past the end of a request.", scheduler.overrun_tokens),
             ("steps", "Steps.", engine.steps),
             ("held_steps", "Steps that waited for masks of structured output.", engine.held_steps),
-            ("gpu_busy_seconds", "Time in which a step ran on the device.", engine.busy),
+            ("gpu_syncs", "Waits of the host for the device: one for each step.", engine.copies.waits),
         ):
             yield counter(name, text, {"": float(value)})
+        copies = engine.copies
+        numbers, sizes = (copies.h2d, copies.d2h), (copies.h2d_bytes, copies.d2h_bytes)
+        for name, text, pair in (
+            ("gpu_copies", "Copies between host and device that were asked for.", numbers),
+            ("gpu_copied_bytes", "Bytes of these copies.", sizes),
+        ):
+            yield counter(name, text, dict(zip(("h2d", "d2h"), map(float, pair), strict=True)), "direction")
+        model = None if self.front_end is None else self.front_end.ready.sizes
+        done = Estimates() if model is None else model.estimate(scheduler)
+        for name, text, amount in (
+            ("flops", "Estimate, from counts and the model's sizes: operations.", done.flops),
+            ("read_bytes", "Estimate: bytes read, of weights once a step and of keys and values.", done.read),
+            ("write_bytes", "Estimate: bytes of keys, values and states that were written.", done.written),
+        ):
+            yield counter(f"estimated_{name}_per_gpu", text, {"": float(amount)})
         if (drafts := scheduler.drafts) is not None:
             places = {str(i): float(n) for i, n in enumerate(drafts.accepted)}
             for name, text, total in (
@@ -270,6 +288,9 @@ class Metrics(Collector):
                 yield counter(name, text, {"": float(total)})
             name = "spec_decode_num_accepted_tokens_per_pos"
             yield counter(name, "Drafts that were right, by their place.", places, "position")
+        busy = {"prefill": engine.busy_prompts, "decode": engine.busy - engine.busy_prompts}
+        text = "Time in which a step ran on the device; prefill: one that computed several tokens of some prompt."
+        yield counter("gpu_busy_seconds", text, busy, "phase")
         idle = {"host": engine.idle_host, "masks": engine.idle_masks, "no_work": engine.idle_no_work}
         yield counter("gpu_idle_seconds", "Time in which the device had nothing to do.", idle, "cause")
         host = dict(engine.host)
@@ -301,12 +322,13 @@ class Metrics(Collector):
             return
         yield self._adapters(front_end)
         scheduler = step.scheduler
+        deferred = scheduler.waiting if front_end.paused or level else scheduler.deferred
         yield gauge("num_requests_running", "Sequences in the batch.", {"": float(scheduler.running)})
         yield gauge("num_requests_waiting", "Sequences that wait.", {"": float(scheduler.waiting)})
         yield gauge(
             "num_requests_waiting_by_reason",
-            "Sequences that wait, by what for.",
-            {"capacity": float(scheduler.waiting), "deferred": 0.0},
+            "Sequences that wait: for a place (capacity), or for the end of a pause or a sleep (deferred).",
+            {"capacity": float(scheduler.waiting - deferred), "deferred": float(deferred)},
             "reason",
         )
         yield gauge("kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1.", {"": scheduler.kv_use})
@@ -315,7 +337,10 @@ class Metrics(Collector):
         )
         yield gauge("open_http_requests", "HTTP requests before the engine.", {"": float(len(front_end.tickets))})
         options = front_end.ready.options
-        names = ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
+        names = (
+            *("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth"),
+            *("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        )
         labels = {**self._labels, **{n: str(options.get(n)) for n in names}}
         labels["num_gpu_blocks"] = str(scheduler.blocks_total)
         info = GaugeMetricFamily(self._name("cache_config_info"), "Options of the engine.", labels=list(labels))

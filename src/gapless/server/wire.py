@@ -18,6 +18,7 @@ from gapless.errors import RequestError
 from gapless.messages import StepMessage
 from gapless.request import FinishReason, LoraRef, Request, SamplingParams
 from gapless.scheduler import SchedulerStats
+from gapless.server.estimates import ModelSizes
 
 HEADER = 4
 MAX_FRAME = 1 << 30
@@ -126,6 +127,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         options: of `EngineConfig`, with what was left open filled in.
         adapters: that are loaded.
         longest: tokens, prompt and output, of the longest request that can be served.
+        sizes: of the model, for estimates.
     """
 
     model_name: str
@@ -136,6 +138,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     device: str
     dtype: str
     adapters: list[LoraRef] = []
+    sizes: ModelSizes | None = None
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
