@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -161,6 +162,25 @@ def test_why_requests_wait(server: LiveServer) -> None:
         assert read(server).value("num_requests_running") == OPTIONS["max_num_seqs"]
         gate.open.set()
         thread.join()
+
+
+def test_a_time_without_work_is_counted_while_it_lasts(server: LiveServer) -> None:
+    def counted() -> tuple[float, float]:
+        reading = read(server)
+        total = (reading.value(f"gpu_{what}_seconds_total") or 0.0 for what in ("busy", "idle"))
+        return time.monotonic(), sum(total)
+
+    complete(server, [3, 5], 2)
+    settled(server)
+    start, before = counted()
+    wait_until(lambda: counted()[1] > before + 1.5, "the counter")
+    now, after = counted()
+    assert after - before < now - start + 0.2
+    last = read(server).value("gpu_idle_seconds_total", cause="no_work") or 0.0
+    complete(server, [3, 5], 2)
+    settled(server)
+    again = read(server).value("gpu_idle_seconds_total", cause="no_work") or 0.0
+    assert last <= again < last + 1.0  # what was told in advance is not told twice
 
 
 def test_options_of_the_cache(server: LiveServer) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from gapless.cli import main
 from gapless.top.exposition import Difference, Reading, parse, percentile
-from gapless.top.frame import frame, seconds
+from gapless.top.frame import frame, scaled, seconds
 
 LABELS = 'model_name="tiny",engine="0"'
 BOUNDS = ("0.001", "0.01", "0.1", "+Inf")
@@ -32,7 +32,9 @@ def metrics(scale: float, running: int = 3, counts: tuple[int, ...] = (0, 50, 99
     for name, value in (
         ("steps_total", 100), ("gpu_busy_seconds_total", 0.9), ("generation_tokens_total", 800),
         ("prompt_tokens_total", 400), ("overrun_tokens_total", 8), ("prefix_cache_queries_total", 400),
-        ("prefix_cache_hits_total", 100), ("num_preemptions_total", 0), ("admission_rejections_total", 2),
+        ("prefix_cache_hits_total", 100), ("gpu_copies_total", 200), ("estimated_flops_per_gpu_total", 5.45e12),
+        ("estimated_read_bytes_per_gpu_total", 321e9), ("estimated_write_bytes_per_gpu_total", 1e6),
+        ("num_preemptions_total", 0), ("admission_rejections_total", 2),
     ):  # fmt: skip
         lines.append(f"gapless:{name}{{{LABELS}}} {value * scale}")
     for cause, value in (("host", 0.025), ("no_work", 0.075)):
@@ -115,11 +117,12 @@ def test_percentiles_lie_in_their_bucket() -> None:
 
 
 def test_a_frame() -> None:
-    lines = frame(change(metrics(1), metrics(3), 2.0), "title")
+    lines = frame(change(metrics(1), metrics(3), 2.0), ["title"])
     text = "\n".join(lines)
-    assert lines[0] == "title"
+    assert lines[0] == "gapless top   title"
     assert "GPU busy    90.0 % [##################..]   idle: host 2.5 %   no_work 7.5 %" in text
-    assert "steps/s    100   in flight 2   overrun 1.0 % of new tokens" in text
+    assert "steps/s    100   in flight 2   overrun 1.0 % of new tokens   copies/step 2.0" in text
+    assert "estimate   5.45 TFLOP/s   read 321 GB/s   written 1 MB/s" in text
     assert "running 3   waiting 1   ended per s: stop 4.0   refused per s: 2.0" in text
     assert "prompt 400   new 800" in text
     assert "50.0 % [##########..........]   prefix hits 25.0 %   preemptions/s 0.0" in text
@@ -130,7 +133,7 @@ def test_a_frame() -> None:
 
 
 def test_nothing_has_happened_yet() -> None:
-    text = "\n".join(frame(change(metrics(0), metrics(0)), ""))
+    text = "\n".join(frame(change(metrics(0), metrics(0)), []))
     assert "GPU busy         - [....................]" in text
     assert "ended per s: none" in text
     assert "nan" not in text
@@ -139,7 +142,7 @@ def test_nothing_has_happened_yet() -> None:
 def test_a_server_of_another_make() -> None:
     text = metrics(2).replace("gapless:", "vllm:")
     kept = "\n".join(line for line in text.splitlines() if "gpu_" not in line and "step" not in line)
-    lines = frame(change(kept, kept), "")
+    lines = frame(change(kept, kept), [])
     assert not any("GPU" in line for line in lines)
     assert any("running 3" in line for line in lines)
 
@@ -148,7 +151,19 @@ def test_a_restart_in_between() -> None:
     assert change(metrics(9), metrics(1)).grown("steps_total") == 100
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+def test_lines_fit_the_width(width: int) -> None:
+    """Nothing is lost, and only what belongs together is longer than the width."""
+    title = ["some/model", "http://127.0.0.1:8000", "12:00:00", "last 10.0 s"]
+    lines = frame(change(metrics(1), metrics(3), 2.0), title, width)
+    assert max(map(len, lines)) <= max(width, 56)  # the table of latencies has one form
+    wide = frame(change(metrics(1), metrics(3), 2.0), title, 1000)
+    assert " ".join(lines).split() == " ".join(wide).split()
+
+
 def test_units() -> None:
+    rates = [scaled(x, "B/s") for x in (None, 0.0, 12.34, 999.4, 999.6, 2.5e9, 4.2e12, 3e15)]
+    assert rates == ["-", "0 B/s", "12.3 B/s", "999 B/s", "1 kB/s", "2.5 GB/s", "4.2 TB/s", "3 PB/s"]
     assert [seconds(x) for x in (None, 0.00012, 0.0123, 12.34)] == ["-", "120 us", "12.3 ms", "12.3 s"]
 
 

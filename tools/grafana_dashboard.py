@@ -38,6 +38,7 @@ def quantiles(name: str) -> list[tuple[str, str]]:
     return [*found, ("mean", f"{rate(f'{name}_sum')} / {rate(f'{name}_count')}")]
 
 
+STEPS = rate("steps_total")
 BUSY, IDLE = rate("gpu_busy_seconds_total"), rate("gpu_idle_seconds_total")
 PANELS: list[Panel] = [
     # title, unit, width of 24, description, (legend, query)
@@ -47,15 +48,22 @@ PANELS: list[Panel] = [
         ("", f"{rate('gpu_idle_seconds_total', of=HOST)} / ({BUSY} + {IDLE})")]),
     ("Running", "short", 6, "Sequences in the batch.", [("", gauge("num_requests_running"))]),
     ("Waiting", "short", 6, "Sequences that wait for a place.", [("", gauge("num_requests_waiting"))]),
-    ("GPU time", "percentunit", 12, "Busy, and idle by cause.", [
-        ("busy", BUSY), ("idle: {{cause}}", rate("gpu_idle_seconds_total", "cause"))]),
+    ("GPU time", "percentunit", 12, "Busy, with prompts or without, and idle by cause.", [
+        ("busy: {{phase}}", rate("gpu_busy_seconds_total", "phase")),
+        ("idle: {{cause}}", rate("gpu_idle_seconds_total", "cause"))]),
     ("Host time per step", "s", 12, "Of the loop's thread, by stage; wait is for the GPU.", [
-        ("{{stage}}", f"{rate('step_host_seconds_total', 'stage')} / on () group_left {rate('steps_total')}")]),
+        ("{{stage}}", f"{rate('step_host_seconds_total', 'stage')} / on () group_left {STEPS}")]),
+    ("Copies and waits per step", "short", 12, "One copy each way, and one wait; masks and adapters add copies.", [
+        ("{{direction}}", f"{rate('gpu_copies_total', 'direction')} / on () group_left {STEPS}"),
+        ("waits", f"{rate('gpu_syncs_total')} / {STEPS}")]),
+    ("Copied bytes per second", "Bps", 12, "Between host and GPU.", [
+        ("{{direction}}", rate("gpu_copied_bytes_total", "direction"))]),
     ("Tokens per second", "short", 12, "Prompts, new ones, and those computed past an end.", [
         ("prompt", rate("prompt_tokens_total")), ("new", rate("generation_tokens_total")),
         ("overrun", rate("overrun_tokens_total"))]),
     ("Requests", "short", 12, "In the batch, waiting, and open at the server.", [
-        ("running", gauge("num_requests_running")), ("waiting", gauge("num_requests_waiting")),
+        ("running", gauge("num_requests_running")),
+        ("waiting: {{reason}}", gauge("num_requests_waiting_by_reason", "sum by (reason)")),
         ("open", gauge("open_http_requests"))]),
     ("Time to first token", "s", 12, "From arrival.", quantiles("time_to_first_token_seconds")),
     ("Time between tokens", "s", 12, "From step to step.", quantiles("inter_token_latency_seconds")),
@@ -67,9 +75,14 @@ PANELS: list[Panel] = [
     ("Prefix cache hits", "percentunit", 12, "Share of the prompts' tokens.", [
         ("", f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}")]),
     ("Steps", "short", 12, "Per second, and launched ones that have not ended.", [
-        ("per second", rate("steps_total")), ("in flight", gauge("inflight_steps")),
+        ("per second", STEPS), ("in flight", gauge("inflight_steps")),
         ("preemptions", rate("num_preemptions_total"))]),
     ("Tokens per step", "short", 12, "Computed in one step.", quantiles("iteration_tokens_total")),
+    ("Estimated operations per second", "flops", 12, "From counts and the model's sizes, not measured.", [
+        ("", rate("estimated_flops_per_gpu_total"))]),
+    ("Estimated memory traffic", "Bps", 12, "Weights once a step, keys and values; not measured.", [
+        ("read", rate("estimated_read_bytes_per_gpu_total")),
+        ("written", rate("estimated_write_bytes_per_gpu_total"))]),
 ]  # fmt: skip
 
 

@@ -127,6 +127,9 @@ class Metrics(Collector):
         self._http: dict[tuple[str, str, int], int] = {}
         self._http_seconds: dict[tuple[str, str], Histogram] = {}
         self._step = Step(None, EngineStats(), SchedulerStats())  # counters are there, and zero, from the start
+        self._stepped = 0.0  # when the latest step was heard of
+        self._resting = False  # nothing has happened since
+        self._no_work = 0.0  # seconds that were told
         self.front_end: FrontEnd | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -148,7 +151,9 @@ class Metrics(Collector):
                 self._histograms["request_prefill_kv_computed_tokens"].observe(tokens)
         steps = step.engine.steps - before.engine.steps
         if steps <= 0:
+            self._resting = step.engine.steps > 0 and step.engine.in_flight == 0
             return
+        self._stepped, self._resting = time.monotonic(), False
         computed = step.scheduler.tokens_computed - before.scheduler.tokens_computed
         self._histograms["iteration_tokens_total"].observe(computed / steps, steps)
         # Steps follow one another without a gap that is not counted, so that this is the time from step to step, and a
@@ -291,7 +296,10 @@ class Metrics(Collector):
         busy = {"prefill": engine.busy_prompts, "decode": engine.busy - engine.busy_prompts}
         text = "Time in which a step ran on the device; prefill: one that computed several tokens of some prompt."
         yield counter("gpu_busy_seconds", text, busy, "phase")
-        idle = {"host": engine.idle_host, "masks": engine.idle_masks, "no_work": engine.idle_no_work}
+        # The engine counts a time without work when it is over. Here it grows meanwhile: a rate is of its own window.
+        rest = time.monotonic() - self._stepped if self._resting else 0.0
+        self._no_work = max(self._no_work, engine.idle_no_work + rest)
+        idle = {"host": engine.idle_host, "masks": engine.idle_masks, "no_work": self._no_work}
         yield counter("gpu_idle_seconds", "Time in which the device had nothing to do.", idle, "cause")
         host = dict(engine.host)
         yield counter("step_host_seconds", "Time of the loop's thread; wait is for the device.", host, "stage")

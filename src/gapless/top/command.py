@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         reader.read()
         time.sleep(arguments.interval)
-        print("\n".join(reader.frame()))
+        print("\n".join(reader.frame(_size().columns)))
         return 0
     screen = sys.stdout.isatty() and not arguments.plain and os.environ.get("TERM", "dumb") != "dumb"
     try:
@@ -97,8 +97,11 @@ class Reader:
             self._readings.popleft()
         return reading
 
-    def frame(self) -> list[str]:
+    def frame(self, width: int) -> list[str]:
         """A reading, and what has happened in the window before it.
+
+        Args:
+            width: of the lines.
 
         Raises:
             CommandError: as `read`.
@@ -107,8 +110,13 @@ class Reader:
         change = Difference(self._readings[0], now)
         url = self._request.full_url.removesuffix("/metrics")
         model = now.label("model_name") or "?"
-        title = f"gapless top   {model}   {url}   {time.strftime('%H:%M:%S')}   last {change.seconds:.1f} s"
-        return frame(change, title)
+        title = (model, url, time.strftime("%H:%M:%S"), f"last {change.seconds:.1f} s")
+        return frame(change, title, width)
+
+
+def _size() -> os.terminal_size:
+    """Of the terminal; of a file, that of a usual one that is wide."""
+    return shutil.get_terminal_size((120, 24))
 
 
 def _watch(reader: Reader, interval: float, out: TextIO, screen: bool) -> int:
@@ -122,11 +130,11 @@ def _watch(reader: Reader, interval: float, out: TextIO, screen: bool) -> int:
             due = max(due + interval, time.monotonic())
             time.sleep(max(due - time.monotonic(), 0.0))
             try:
-                lines = reader.frame()
+                lines = reader.frame(_size().columns)
             except CommandError as error:  # it may come back
                 lines = [f"gapless top   {time.strftime('%H:%M:%S')}", "", f"no answer: {error}"]
             if screen:
-                width, height = shutil.get_terminal_size()
+                width, height = _size()
                 shown = [line[:width] for line in lines[: height - 1]]
                 if bold:
                     shown[0] = f"{BOLD}{shown[0]}{PLAIN}"
