@@ -153,10 +153,19 @@ def test_files_of_deployment_use_options_and_routes_that_exist() -> None:
         text = path.read_text()
         lines = [line for line in text.splitlines() if "gapless" in line or line.strip().startswith("- --")]
         used = {word for line in lines for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
-        others = {"--no-cache-dir", "--home-dir", "--create-home", "--uid"}
+        others = {"--no-cache-dir", "--home-dir", "--create-home", "--uid", "--format"}
         assert used - others <= known, f"{path.name}: {sorted(used - others - known)}"
         for route in re.findall(r"path: (/\w+),", text) + re.findall(r":8000(/\w+)", text):
             assert f'Route("{route}"' in source, f"{path.name}: {route}"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    path = tmp_path / "gapless.service"
+    text = (ROOT / "deploy" / path.name).read_text()
+    path.write_text(text.replace("/opt/gapless/bin/gapless", sys.executable))  # it wants a program that is there
+    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_manifests_are_yaml() -> None:
@@ -210,3 +219,26 @@ def test_openai_parses_a_structured_answer(server: LiveServer) -> None:
             model="tiny", messages=talk, response_format=Answer, seed=3, max_tokens=100
         )
     assert isinstance(found.choices[0].message.parsed, Answer)
+
+
+# ---- the document -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["serving", "deployment", "security"])
+def test_metrics_that_are_named_are_exported(server: LiveServer, name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    named = set(re.findall(r"gapless:(\w+)", text)) | set(re.findall(r"`(\w+_(?:total|seconds|steps))[`{]", text))
+    assert named
+    exported = {sample.rpartition(":")[2] for sample in parse(metrics(server))}
+    exported |= {sample.removesuffix("_bucket") for sample in exported}
+    assert named <= exported, sorted(named - exported)
+
+
+def test_every_option_is_documented_and_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    shown = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.M)) - {"--help"}
+    assert len(shown) > 40
+    text = (ROOT / "docs" / "serving.md").read_text()
+    rows = [line.split("|")[1] for line in text.partition("## Options")[2].splitlines() if line.startswith("| `")]
+    named = re.findall(r"--[a-z-]+", "".join(rows))
+    assert sorted(named) == sorted(shown)
