@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from live_server import LiveServer
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import check_dashboard  # noqa: E402
 import grafana_dashboard  # noqa: E402
 
 NAME = re.compile(r"\$\{prefix\}:(\w+)")
@@ -135,6 +137,23 @@ def test_prometheus_reads_the_queries(tmp_path: Path) -> None:
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
     done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_prometheus_answers_every_question_of_the_dashboard(server: LiveServer) -> None:
+    ended = threading.Event()
+
+    def load() -> None:
+        while not ended.wait(0.3):
+            server.post("/v1/completions", {"prompt": [5] * 20, "max_tokens": 9, "ignore_eos": True})
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        assert check_dashboard.check("prometheus", server.url, 8.0) == []
+    finally:
+        ended.set()
+        thread.join()
 
 
 # ---- deployment -------------------------------------------------------------------------------------------------
