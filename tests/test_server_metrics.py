@@ -172,10 +172,13 @@ def test_a_time_without_work_is_counted_while_it_lasts(server: LiveServer) -> No
 
     complete(server, [3, 5], 2)
     settled(server)
+    _, before = counted()
+    wait_until(lambda: counted()[1] > before, "a sign of life that says that nothing runs")
     start, before = counted()
-    wait_until(lambda: counted()[1] > before + 1.5, "the counter")
+    wait_until(lambda: counted()[1] > before + 1.0, "the counter")
     now, after = counted()
-    assert after - before < now - start + 0.2
+    print(f"counted {after - before:.3f} s of {now - start:.3f} s")
+    assert abs((after - before) - (now - start)) < 0.5  # an answer that was late on the way
     last = read(server).value("gpu_idle_seconds_total", cause="no_work") or 0.0
     complete(server, [3, 5], 2)
     settled(server)
