@@ -216,3 +216,36 @@ def test_a_request_can_refuse_drafts() -> None:
     config = SpeculativeConfig(min_accepted=0)
     outcome = run_jobs([Job(make_request(0, [3] * 9, 20, speculative=False))], model, depth=2, speculative=config)
     assert {plan.width for plan in outcome.plans} == {1}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafts_never_keep_a_prompt_waiting(seed: int) -> None:
+    """A budget below rows x (K + 1): in every step a prompt that has come gets half of what the one tokens leave, until
+    it is computed; and the drafts go on beside it."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    model, k, seqs, depth = HashModel(), rng.randint(1, 6), rng.randint(2, 6), rng.randint(1, 3)
+    budget, prompt = rng.randint(seqs, seqs * (k + 1)), rng.randint(20, 90)
+    options = {"max_num_seqs": seqs, "max_num_batched_tokens": budget}
+
+    def jobs() -> list[Job]:
+        early = [Job(make_request(i, [2 + i], 90)) for i in range(seqs - 1)]
+        return [*early, Job(make_request(seqs, [9] * prompt, 3), at_step=8)]
+
+    truth = run_jobs(jobs(), model, depth=1, **options)
+    outcome = with_drafts(jobs(), model, truth, k, seed, depth=depth, **options)
+    assert outcome.tokens() == truth.tokens()
+    plans: list[Any] = outcome.plans
+    row, done, drafted = seqs - 1, 0, False  # rows are given in order, and none has ended before
+    first = next(plan.step for plan in plans if row in plan.rows)
+    assert first < 8 + depth
+    for plan in plans[first:]:
+        got = int(plan.query_lens[plan.rows == row].sum())
+        left = budget - int((plan.rows != row).sum())
+        assert got >= min(prompt - done, left - left // 2), (plan, done)
+        done += got
+        drafted |= plan.width > 1 and bool(plan.drafts.any())
+        if done >= prompt:
+            break
+    assert done >= prompt
+    assert drafted or (budget - seqs) // 2 < k

@@ -127,14 +127,16 @@ class Drafting:
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
-    def choose(self, rows: I32, budget: int) -> Bools:
-        """Which of the rows that decode in a step do it with drafts. The budget holds one token of each, and the oldest
-        rows get what is left. A row that can take one more token only needs none."""
+    def choose(self, rows: I32, budget: int, *, prompts: bool) -> Bools:
+        """Which of the rows that decode in a step do it with drafts. The budget holds one token of each; of what is
+        left drafts may take all, or half if there are ``prompts`` that could use it. The oldest rows get it. A row that
+        can take one more token only needs none."""
         r = self._rows
         wanted = (r.total[rows] >= self._resume_at[rows]) & (r.limit[rows] - r.total[rows] > 1)
         if self._blocks.windowed:
             wanted &= self._fits_a_window(rows)
-        affordable = max(budget - len(rows), 0) // self.num_drafts
+        left = max(budget - len(rows), 0)
+        affordable = (left // 2 if prompts else left) // self.num_drafts
         chosen: Bools = wanted & (np.cumsum(wanted) <= affordable)
         return chosen
 

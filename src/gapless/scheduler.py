@@ -5,8 +5,8 @@ it never waits for a token. `commit` brings the tokens of the oldest step; what 
 (its overrun) is dropped there.
 
 Policy, in this order: every running request that needs one token gets it; running prompts go on in chunks; waiting
-requests are admitted, by priority and then first come first served, while rows, blocks and budget last. When blocks
-run out, the newest running request of the least priority is preempted: it gives its blocks back and keeps its row, so
+requests are admitted, by priority and then first come first served, while rows, blocks and budget last. Drafts take at
+most half of what those single tokens leave while prompts could use it, so that prompts always get on. When blocks run out, the newest running request of the least priority is preempted: it gives its blocks back and keeps its row, so
 that it resumes from the tokens that the device already has. Running rows are kept by rank, which is priority (lower
 goes first), then id.
 
@@ -271,7 +271,7 @@ class Scheduler:
         ready = running[(r.total[running] - r.computed[running] == 1) & (r.total[running] < r.limit[running])]
         lens, ends = np.ones(len(ready), np.int32), r.computed[ready] + 1
         if self._drafting is not None:
-            drafts = self._drafting.choose(ready, draft.budget)
+            drafts = self._drafting.choose(ready, draft.budget, prompts=self._prompts_wait())
             lens += drafts * np.int32(self._drafting.num_drafts)
             ends = self._drafting.ends(ready, lens)
             draft.drafting = ready[drafts]
@@ -287,6 +287,12 @@ class Scheduler:
             draft.rows.append(ready)
             draft.lens.append(lens)
             draft.budget -= int(lens.sum())
+
+    def _prompts_wait(self) -> bool:
+        """Some row needs tokens computed that exist, or could start if the budget lasts."""
+        r, running = self.rows, self._running
+        starting = self._preempted or (self._waiting and r.num_free)
+        return bool(starting) or bool((r.total[running] - r.computed[running] > 1).any())
 
     def _plan_running_prompts(self, draft: Draft) -> None:
         r, running = self.rows, self._running
