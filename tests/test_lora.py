@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from engines import check_idle, gated, wait_until
 from gapless import LLM, AdapterError, AsyncLLM, ConfigError, RequestError, SamplingParams
 from gapless.errors import EngineClosedError
+from hash_model import HashModel
 from models import VOCAB_SIZE, tiny
 
 peft_adapters = pytest.importorskip("peft_adapters", reason="peft is not installed")
@@ -498,7 +499,7 @@ def test_unknown_adapters_are_refused_at_the_call(llama: Setting) -> None:
         with pytest.raises(AdapterError, match="'b' cannot be unloaded: no adapter of this name"):
             llm.unload_lora("b")
         assert run(llm, [("a", [5, 6])]) == [llama.expected("a", [5, 6])]
-    with LLM(llama.model, **{**OPTIONS, "enable_lora": False}) as llm:
+    with LLM(llama.model, **{k: v for k, v in OPTIONS.items() if "lora" not in k}) as llm:
         with pytest.raises(RequestError, match="without enable_lora=True"):
             llm.generate(prompts, params(), use_tqdm=False, lora="a")
         with pytest.raises(AdapterError, match="without enable_lora=True"):
@@ -506,12 +507,17 @@ def test_unknown_adapters_are_refused_at_the_call(llama: Setting) -> None:
 
 
 def test_a_model_without_linear_layers_is_refused_at_start() -> None:
-    from hash_model import HashModel
-
     with pytest.raises(ConfigError, match="enable_lora=True: hash"):
         LLM(HashModel(), **OPTIONS)
     with pytest.raises(ConfigError, match="max_loras=0 is not allowed"):
         LLM(HashModel(), **{**OPTIONS, "max_loras": 0})
+
+
+@pytest.mark.parametrize("option", [{"max_loras": 4}, {"max_lora_rank": 16}, {"max_loras": 9, "enable_lora": False}])
+def test_how_many_adapters_without_any_is_refused(option: dict[str, Any]) -> None:
+    name, value = next(iter(option.items()))
+    with pytest.raises(ConfigError, match=f"{name}={value} is not allowed without enable_lora=True.*leave {name} out"):
+        LLM(HashModel(), **option)
 
 
 def edited(source: Path, folder: Path, **changes: Any) -> Path:

@@ -225,6 +225,8 @@ def test_every_form_of_the_option_is_the_same() -> None:
         ("ngram,3", ["'3' is not of the form name=value"]),
         ("{1", ["not a JSON object"]),
         (3, ["speculative=3", "SpeculativeConfig"]),
+        (True, ["speculative=True", "a mapping of its fields", "'ngram'"]),
+        (False, ["speculative=False", "None"]),
     ],
 )
 def test_a_bad_option_names_itself_and_the_way_out(given: Any, words: list[str]) -> None:
@@ -243,6 +245,15 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
 def test_a_bad_opt_out_is_refused() -> None:
     with pytest.raises(RequestError, match="speculative=1"):
         SamplingParams(speculative=1)  # type: ignore[arg-type]
+
+
+def test_a_request_for_drafts_is_refused_where_there_are_none() -> None:
+    wanted = SamplingParams(max_tokens=2, speculative=True)
+    told = r"speculative=True is not allowed.*no drafts.*SpeculativeConfig"
+    with gapless.LLM(**options()) as llm, pytest.raises(RequestError, match=told):
+        llm.generate({"prompt_token_ids": [3]}, wanted, use_tqdm=False)
+    with gapless.LLM(**options(speculative=NGRAM)) as llm:
+        llm.generate({"prompt_token_ids": [3]}, wanted, use_tqdm=False)
 
 
 def test_no_token_is_promised_that_has_no_place() -> None:

@@ -98,6 +98,7 @@ def build(
         ConfigError: an option does not fit this machine or model, or the memory does not suffice.
         UnsupportedModelError: the engine would compute this model wrongly.
     """
+    config.refuse_without_effect()
     device = resolve_device(config.device)
     if config.device == "auto" and isinstance(own := getattr(model, "device", None), torch.device):
         device = own  # a model object runs where it lies
@@ -291,6 +292,8 @@ def _adapters(model: CausalModel, config: EngineConfig, device: torch.device) ->
     if enable is None:
         raise ConfigError(f"enable_lora=True: {model.name} ({type(model).__name__}) cannot have adapters")
     ops = importlib.import_module("gapless.lora.triton" if device.type == "cuda" else "gapless.lora.reference")
+    assert config.max_loras is not None
+    assert config.max_lora_rank is not None
     bank: AdapterBank = enable(slots=config.max_loras, rank=config.max_lora_rank, ops=ops)
     if not bank.sites:
         raise ConfigError(f"enable_lora=True: {model.name} has no linear layer that could have an adapter")

@@ -231,6 +231,11 @@ class EngineClient:
             raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
         if submission.request_id is not None and not isinstance(submission.request_id, str):
             raise RequestError(f"request_id={submission.request_id!r} is not allowed: a string, or None")
+        if params.speculative and self.config.speculative is None:
+            raise RequestError(
+                "speculative=True is not allowed: this engine makes no drafts. Leave it out, or make the engine with "
+                "speculative='ngram' or another SpeculativeConfig"
+            )
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(self._scheduler.longest - len(ids), 1)

@@ -48,8 +48,9 @@ class EngineConfig:
         ple_tables_on_host: tables of per-layer embeddings (n-grams) stay in host memory, and the GPU reads their rows
             from there.
         enable_lora: requests may run with LoRA adapters, which are loaded and unloaded while others run.
-        max_loras: adapters that can be loaded at once; each has its place on the device.
-        max_lora_rank: largest rank of an adapter. Every place is as large as this rank needs.
+        max_loras: adapters that can be loaded at once; each has its place on the device. None: 4.
+        max_lora_rank: largest rank of an adapter. Every place is as large as this rank needs. None: 16. Both are for
+            ``enable_lora`` only, with which they are numbers.
         speculative: draft tokens ahead: a `SpeculativeConfig`, its fields as a mapping, or a text such as
             ``ngram,num_speculative_tokens=4`` or ``draft_model,model=FOLDER``. None: no drafts.
     """
@@ -71,8 +72,8 @@ class EngineConfig:
     check_model: bool = True
     ple_tables_on_host: bool = False
     enable_lora: bool = False
-    max_loras: int = 4
-    max_lora_rank: int = 16
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
@@ -95,9 +96,12 @@ class EngineConfig:
         _check("gpu_memory_utilization", share, number and 0 < share <= 1, "a number in (0, 1]")
         for name in ("enable_prefix_caching", "enforce_eager", "check_model", "ple_tables_on_host", "enable_lora"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        for name, most in (("max_loras", 256), ("max_lora_rank", 512)):
+        for name, default, most in (("max_loras", 4, 256), ("max_lora_rank", 16, 512)):
             value = getattr(self, name)
-            _check(name, value, _is_int(value) and 1 <= value <= most, f"an integer from 1 to {most}")
+            ok = value is None or (_is_int(value) and 1 <= value <= most)
+            _check(name, value, ok, f"an integer from 1 to {most}, or None")
+            if value is None and self.enable_lora:
+                object.__setattr__(self, name, default)
         modes = ("raw_logprobs", "processed_logprobs")
         _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")
         object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))
@@ -113,6 +117,16 @@ class EngineConfig:
     def num_drafts(self) -> int:
         """Tokens that a row may draft in a step; 0 without drafts."""
         return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
+    def refuse_without_effect(self) -> None:
+        """Raise `ConfigError` for an option that says how much of something that is off. Called when an engine is made:
+        until then what turns it on may still be added, as the command does for adapters that it is given."""
+        for name in ("max_loras", "max_lora_rank"):
+            if not self.enable_lora and (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is not allowed without enable_lora=True: there are no adapters. Add that, or "
+                    f"leave {name} out"
+                )
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -117,6 +117,7 @@ class Drafting:
         # What a grammar allows is known one token at a time.
         never = request.params.speculative is False or self._rows.constrained[row]
         self._resume_at[row] = NEVER if never else 0
+        self._rows.needs_prompt[row] |= self.config.reads_prompt and not never
         self._pause[row] = self.config.pause
 
     def check(self) -> None:

@@ -86,8 +86,8 @@ class SamplingParams:
             reads no prefix cache.
         structured_outputs: the form that the output has: a JSON schema, a regular expression, a choice or a grammar. An
             output that ends by ``max_tokens`` or a stop string may be incomplete.
-        speculative: whether drafts are made for it, in an engine with a `SpeculativeConfig`; its tokens are the same
-            either way. None: they are.
+        speculative: whether drafts are made for it; its tokens are the same either way. True is refused where the
+            engine has no `SpeculativeConfig`. None: they are, if it has one.
         output_kind: what each output of `AsyncLLM` holds: cumulative, delta or final. `LLM` gives the final one.
     """
 

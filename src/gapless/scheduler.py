@@ -6,9 +6,10 @@ it never waits for a token. `commit` brings the tokens of the oldest step; what 
 
 Policy, in this order: every running request that needs one token gets it; running prompts go on in chunks; waiting
 requests are admitted, by priority and then first come first served, while rows, blocks and budget last. Drafts take at
-most half of what those single tokens leave while prompts could use it, so that prompts always get on. When blocks run out, the newest running request of the least priority is preempted: it gives its blocks back and keeps its row, so
-that it resumes from the tokens that the device already has. Running rows are kept by rank, which is priority (lower
-goes first), then id.
+most half of what those single tokens leave while prompts could use it, so that prompts always get on. When blocks run
+out, the newest running request of the least priority is preempted: it gives its blocks back and keeps its row, so that
+it resumes from the tokens that the device already has. Running rows are kept by rank, which is priority (lower goes
+first), then id.
 
 Ownership: blocks go to a new owner at once (the compute stream keeps the order); a row only when no step in flight
 names it. A finish reason is set by abort, stop, length or error alike; the release follows in `_release_rows`, and
@@ -55,7 +56,7 @@ def max_updates(config: EngineConfig, layout: RowLayout) -> int:
     blocks, and some new requests their parameters, a few of them with masks and everything else that one may ask for.
     What does not fit waits for the next step. Where drafts are looked up in the prompt, a hit in the prefix cache
     brings its tokens along, as long as it may be."""
-    looked_up = config.speculative is not None and config.speculative.method == "ngram"
+    looked_up = config.speculative is not None and config.speculative.reads_prompt
     decodes = (1 + layout.num_groups) * config.max_num_seqs
     updates = max(config.max_num_batched_tokens, 1024) + decodes + 4 * layout.request_words
     return updates + (layout.max_model_len + layout.num_groups * layout.max_blocks if looked_up else 0)
@@ -111,7 +112,6 @@ class Scheduler:
         self.pool = self.blocks.pools[0]  # of the layers that keep everything, if there are any
         self.stats = SchedulerStats()
         self._drafting = None if config.speculative is None else Drafting(config.speculative, self.blocks)
-        self._prompt_on_device = config.speculative is not None and config.speculative.method == "ngram"
         if self._drafting is not None:
             self.stats.drafts = self._drafting.stats
         self._longest = layout.max_model_len - config.num_drafts
@@ -359,7 +359,6 @@ class Scheduler:
                 row = self.rows.assign(request)
                 if self._drafting is not None:
                     self._drafting.assign(row, request)
-                    self.rows.needs_prompt[row] |= self._prompt_on_device and request.params.speculative is not False
                 params, hits = self.rows.param_updates(row), self.stats.prefix_hit_tokens
                 draft.updates_left -= len(params)
                 started = self._start(row, draft)

@@ -44,6 +44,11 @@ class SpeculativeConfig:
     patience: int = 8
     pause: int = 64
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Drafts are looked up in the row's tokens on the device, which must have those of a prefix hit too."""
+        return self.method == "ngram"
+
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, allowed: str) -> None:
             if not ok:
@@ -82,7 +87,8 @@ class SpeculativeConfig:
             return cls.from_text(value)
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"speculative={value!r} is not allowed: a SpeculativeConfig, a mapping of its fields, or None"
+                f"speculative={value!r} is not allowed: a SpeculativeConfig, a mapping of its fields, a text such as "
+                "'ngram', or None"
             )
         known = [f.name for f in fields(cls)]
         for name in value:

@@ -43,9 +43,10 @@ def config_for(adapters: dict[str, str], config: EngineConfig, given: dict[str, 
         "max_lora_rank": max(read_config(path).largest_rank for path in adapters.values()),
     }
     for name, value in least.items():
-        if name in given and given[name] < value:
-            raise UsageError(f"--lora: {len(adapters)} adapters need {name}={value}, but {given[name]} is given")
-    return dataclasses.replace(config, **{name: value for name, value in least.items() if name not in given})
+        had = given.get(name)
+        if had is not None and had < value:
+            raise UsageError(f"--lora: {len(adapters)} adapters need {name}={value}, but {had} is given")
+    return dataclasses.replace(config, **{name: value for name, value in least.items() if given.get(name) is None})
 
 
 def adapter_of(names: Sequence[str], record: dict[str, Any]) -> str | None:
