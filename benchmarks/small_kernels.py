@@ -22,10 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from gapless.device.arena import arena_views
 from gapless.model import ops_reference, ops_triton
 from gapless.pipeline import prepare_triton
 from gapless.pipeline.layout import HEADER_WORDS, StepInputs
-from gapless.pipeline.prepare import StepIndices, arena_views
+from gapless.pipeline.prepare import StepIndices
 from gapless.plan import Feature, RowLayout, Word
 from gapless.sampling import reference
 from gapless.sampling import triton as sampler

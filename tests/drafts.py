@@ -12,7 +12,7 @@ from gapless.device.base import Device
 from gapless.pipeline.kernels import reference_kernels
 from gapless.plan import Feature, RowLayout, Word
 from gapless.speculative.base import DRAFTS, FOLLOWS, DraftKernels, Sequences, Speculation
-from gapless.speculative.steps import accept, expand, params_of, place
+from gapless.speculative.steps import accept, expand, place
 
 
 class OracleProposer:
@@ -32,9 +32,7 @@ class OracleProposer:
         self._truths, self._num_drafts, self._seed, self._vocab = truths, num_drafts, seed, vocab_size
 
     def propose(self, sequences: Sequences, features: Feature) -> None:
-        layout = sequences.layout
-        params = params_of(sequences.arena, layout)
-        table = sequences.arena[: layout.block_tables_at].view(layout.num_rows, layout.max_model_len)
+        params, table = sequences.arena.params, sequences.arena.token_table
         for s, row in enumerate(sequences.rows.tolist()):
             flags = int(sequences.flags[s])
             if not flags & DRAFTS:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.device.arena import Arena
 from gapless.kv.spec import KVSpec, VectorSpec
 from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import StepInputs
-from gapless.pipeline.prepare import Arena, StepIndices
+from gapless.pipeline.prepare import StepIndices
 from gapless.plan import NULL_BLOCK, Feature, RowLayout
 from gapless.sampling.reference import sample_and_store
 from hash_model import HashModel

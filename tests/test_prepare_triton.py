@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from gapless.device.arena import arena_views
 from gapless.pipeline.layout import HEADER_WORDS, StepInputs
 from gapless.pipeline.masks import ROWS_AT, mask_inputs
 from gapless.pipeline.masks import apply_masks as apply_masks_reference
-from gapless.pipeline.prepare import StepIndices, arena_views
+from gapless.pipeline.prepare import StepIndices
 from gapless.pipeline.prepare import prepare as prepare_reference
 from gapless.plan import RowLayout
 

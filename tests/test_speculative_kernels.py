@@ -16,6 +16,7 @@ import torch
 
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.attention.reference import attend_brute
+from gapless.device.arena import arena_views
 from gapless.device.cpu import CpuDevice
 from gapless.plan import Feature, RowLayout, Word
 from gapless.speculative import steps
@@ -123,7 +124,7 @@ class Step:
 
     def sequences(self, device: str) -> Sequences:
         made = (torch.from_numpy(a.copy()).to(device) for a in (self.rows, self.slot_starts, self.flags, self.loc))
-        return Sequences(*made, torch.from_numpy(self.arena.copy()).to(device), self.layout)
+        return Sequences(*made, arena_views(torch.from_numpy(self.arena.copy()).to(device), self.layout), self.layout)
 
     def indices(self, device: str) -> DraftIndices:
         n = self.num_logits
@@ -139,9 +140,8 @@ class Step:
         kernels.expand(sequences, positions, indices)
         ids, tokens = (torch.from_numpy(a.copy()).to(device) for a in (self.input_ids, self.tokens))
         kernels.accept(sequences, indices, ids, tokens, counts, proposed)
-        null = self.layout.params_at + self.layout.null_row * int(Word.COUNT)
-        sequences.arena[null : null + int(Word.COUNT)] = 0
-        named = {"positions": positions, "counts": counts, "proposed": proposed, "arena": sequences.arena}
+        sequences.arena.params[self.layout.null_row] = 0
+        named = {"positions": positions, "counts": counts, "proposed": proposed, "arena": sequences.arena.words}
         for name in ("starts", "rows", "flags", "logits_index", "positions"):
             named[f"indices.{name}"] = getattr(indices, name)
         return {name: tensor.tolist() for name, tensor in named.items()}
@@ -230,7 +230,7 @@ def test_triton_lookup_is_the_reference(seed: int, monkeypatch: pytest.MonkeyPat
     made = step.sequences(DEVICE)
     proposer.propose(made, Feature.GREEDY)
     device.close()
-    assert made.arena.tolist() == expected.arena.tolist()
+    assert made.arena.words.tolist() == expected.arena.words.tolist()
     assert not proposer._best.any(), "ready for the next step"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gapless.device.arena import arena_views
 from gapless.plan import Feature, RowLayout, Word
 from gapless.sampling.reference import sample_and_store
 from gapless.speculative.base import DRAFTS, DRAWS, DraftIndices, Sequences
-from gapless.speculative.steps import accept, expand, params_of, place
+from gapless.speculative.steps import accept, expand, place
 
 VOCAB, ROWS = 5, 4000
 PROMPT = 2
@@ -24,9 +25,8 @@ def run(
     layout = RowLayout(ROWS, 8, 8, VOCAB)
     generator = torch.Generator().manual_seed(seed)
     counts, accepted = np.zeros((VOCAB, VOCAB)), 0
-    arena = torch.zeros(layout.num_words, dtype=torch.int32)
-    table = arena[: layout.block_tables_at].view(layout.num_rows, -1)
-    params = params_of(arena, layout)
+    arena = arena_views(torch.zeros(layout.num_words, dtype=torch.int32), layout)
+    table, params = arena.token_table, arena.params
     params[:, Word.TEMPERATURE] = torch.tensor(1.0).view(torch.int32)
     params[:, Word.LIMIT], params[:, Word.NUM_DRAFTS], params[:, Word.PROMPT_LEN] = PROMPT + 2, 1, PROMPT
     every = torch.arange(ROWS, dtype=torch.int32)
@@ -45,7 +45,7 @@ def run(
             expand(sequences, torch.zeros(ROWS * width, dtype=torch.int64), indices)
             tokens = torch.zeros(ROWS * width, dtype=torch.int32)
             sample_and_store(
-                logits, arena, layout, indices.rows, indices.positions, indices.flags, Feature.SAMPLE, tokens
+                logits, arena.words, layout, indices.rows, indices.positions, indices.flags, Feature.SAMPLE, tokens
             )
             taken, proposed = (torch.zeros(ROWS, dtype=torch.int32) for _ in range(2))
             accept(sequences, indices, ids, tokens, taken, proposed)

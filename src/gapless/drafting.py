@@ -75,7 +75,7 @@ class Committed:
         rows: int32 ``[n]``.
         tokens: int32 ``[n, width]``; -1 where the logits were not finite.
         counts: int32 ``[n]``, how many of them count, an end included and a token that is -1 not.
-        at: int32 ``[n]``, the position of the first.
+        last: int32 ``[n]``, the token that ends the run, a -1 included.
         sequences: int64 ``[n]``, which of the plan's sequences they are.
         bad, stopped: bool ``[n]``, the run ends by a -1, by a stop token.
     """
@@ -83,7 +83,7 @@ class Committed:
     rows: I32
     tokens: I32
     counts: I32
-    at: I32
+    last: I32
     sequences: I64
     bad: Bools
     stopped: Bools
@@ -238,7 +238,7 @@ class Drafting:
         r.known[rows] = at + counts
         r.first_token_time[rows[(at == r.prompt_len[rows]) & (counts > 0)]] = time.monotonic()
         self._judge(plan, live, brought[live, width + 1], np.minimum(extra, counts))
-        return Committed(rows, tokens, counts, at, live, is_bad, stopped)
+        return Committed(rows, tokens, counts, tokens[sequence, last], live, is_bad, stopped)
 
     def _judge(self, plan: StepPlan, live: I64, proposed: I32, accepted: I32) -> None:
         """Count; and let rows stop that have too little of it."""

@@ -214,6 +214,7 @@ class StepPlan:
             host does not count: ``starts`` are then lower bounds where ``follows`` is set.
         drafts: bool ``[S]`` in a step with drafts: the sequence is the row's last token and K drafts, and draws at
             each of them as far as the drafts are right. ``query_lens`` is then K + 1.
+        few: in a step with drafts: no sequence computes more than one token, those with drafts aside.
         follows: bool ``[S]`` in a step with drafts: the device finds the start, one before the row's `Word.LENGTH`.
         scores: bool ``[S]``, or None for none: the sequence asks how likely the prompt's own next token is, which the
             token table holds. Such a sequence is one token long, and several of them may name the same row: what one
@@ -239,6 +240,7 @@ class StepPlan:
     width: int = 1
     drafts: Bools | None = None
     follows: Bools | None = None
+    few: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -254,11 +256,6 @@ class StepPlan:
     def decode_only(self) -> bool:
         """Each sequence computes exactly one token, at a position that the host knows."""
         return self.width == 1 and len(self.input_ids) == len(self.rows)
-
-    @property
-    def few(self) -> bool:
-        """In a step with drafts: no sequence computes more than one token, those with drafts aside."""
-        return self.drafts is not None and bool((self.drafts | (self.query_lens == 1)).all())
 
     @property
     def draws_only(self) -> bool:

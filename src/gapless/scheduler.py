@@ -31,7 +31,7 @@ from gapless.drafting import Drafting, DraftStats
 from gapless.errors import RequestError
 from gapless.grammar.matcher import fill_masks
 from gapless.messages import Finished, PromptRecords, StepMessage
-from gapless.plan import I32, Feature, RowLayout, StepPlan
+from gapless.plan import I32, Bools, Feature, RowLayout, StepPlan
 from gapless.prefix import PrefixCache
 from gapless.request import FinishReason, Request
 from gapless.row_blocks import RowBlocks
@@ -503,6 +503,7 @@ class Scheduler:
         plan = StepPlan(
             self._step, rows, starts, lens, samples, input_ids, carry, updates, features, scores,
             constrained if constrained.any() else None, bool(r.lora[rows].any()), width, drafts, follows,
+            few=drafts is not None and bool((drafts | (lens == 1)).all()),
         )  # fmt: skip
         self._count_step(plan)
         return plan
@@ -566,31 +567,18 @@ class Scheduler:
         drew = plan.samples & ~r.finished[plan.rows]
         rows, drawn = plan.rows[drew], tokens[drew]
         self.stats.overrun_tokens += int(plan.samples.sum()) - len(rows)
-        bad = drawn < 0
+        good = drawn >= 0
         at = (plan.starts + plan.query_lens)[drew]
         r.tokens[rows, at] = drawn
-        r.known[rows] = at + 1
+        r.known[rows] = at + good
         r.first_token_time[rows[at == r.prompt_len[rows]]] = time.monotonic()
-        stop = (drawn[:, None] == r.stop_ids[rows]).any(axis=1) & ~bad
-        ended = bad | stop | (r.known[rows] == r.limit[rows])
-        good = ~bad
+        stop = (drawn[:, None] == r.stop_ids[rows]).any(axis=1) & good
         self.stats.generated_tokens += int(good.sum())
         self._tell(rows[good], drawn[good], records[drew][good] if records is not None else None)
-        for i in np.flatnonzero(ended).tolist():
-            row = int(rows[i])
-            if bad[i]:
-                r.known[row] -= 1
-                self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
-                self.stats.corrupted += 1
-            elif stop[i]:
-                self._finish_row(row, FinishReason.STOP, stop_token=int(drawn[i]))
-            else:
-                self._finish_row(row, FinishReason.LENGTH)
-        self._release_rows()
+        self._finish_ended(rows, drawn, ~good, stop)
 
     def _commit_drafts(self, plan: StepPlan, tokens: I32, records: I32 | None) -> None:
         """The end of `commit` for a step with drafts: up to ``width`` tokens of a row."""
-        r = self.rows
         assert self._drafting is not None
         stopped = self._drafting.stats.stopped
         done = self._drafting.commit(plan, tokens, self._preempted)
@@ -602,13 +590,19 @@ class Scheduler:
         taken = np.arange(plan.width, dtype=np.int32) < counts[:, None]
         of = None if records is None else records[done.sequences][taken]
         self._tell(np.repeat(rows, counts), done.tokens[taken], of)
-        for i in np.flatnonzero(done.bad | done.stopped | (r.known[rows] == r.limit[rows])).tolist():
+        self._finish_ended(rows, done.last, done.bad, done.stopped)
+
+    def _finish_ended(self, rows: I32, last: I32, bad: Bools, stopped: Bools) -> None:
+        """End those of ``rows`` that could choose no token (``bad``), whose ``last`` one is a stop token, or that are
+        at their limit; and take rows back."""
+        r = self.rows
+        for i in np.flatnonzero(bad | stopped | (r.known[rows] == r.limit[rows])).tolist():
             row = int(rows[i])
-            if done.bad[i]:
+            if bad[i]:
                 self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
                 self.stats.corrupted += 1
-            elif done.stopped[i]:
-                self._finish_row(row, FinishReason.STOP, stop_token=int(done.tokens[i, counts[i] - 1]))
+            elif stopped[i]:
+                self._finish_row(row, FinishReason.STOP, stop_token=int(last[i]))
             else:
                 self._finish_row(row, FinishReason.LENGTH)
         self._release_rows()

@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
+from gapless.device.arena import Arena
 from gapless.pipeline.layout import StepInputs
 from gapless.pipeline.masks import MaskInputs, apply_masks
-from gapless.pipeline.prepare import Arena, StepIndices, apply_updates, prepare
+from gapless.pipeline.prepare import StepIndices, apply_updates, prepare
 from gapless.plan import Feature, RowLayout
 from gapless.sampling.reference import sample_and_store
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.device.arena import Arena
 from gapless.pipeline.layout import NUM_SEQS, NUM_TOKENS, NUM_UPDATES, StepInputs
-from gapless.pipeline.prepare import Arena, StepIndices
+from gapless.pipeline.prepare import StepIndices
 from gapless.plan import NULL_BLOCK, RowLayout
 
 _NUM_SEQS = tl.constexpr(NUM_SEQS)

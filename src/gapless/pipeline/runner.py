@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.device.arena import arena_views
 from gapless.device.base import NOTHING, Access, Device, DeviceError, Event
 from gapless.device.counts import CopyCounts
 from gapless.kv.groups import group_of
@@ -42,7 +43,7 @@ from gapless.pipeline.kernels import Kernels
 from gapless.pipeline.layout import StepInputs, slot_layout, step_inputs
 from gapless.pipeline.lora import LoraMemory
 from gapless.pipeline.masks import MaskRegion, mask_inputs
-from gapless.pipeline.prepare import StepIndices, arena_views
+from gapless.pipeline.prepare import StepIndices
 from gapless.pipeline.shapes import Shapes
 from gapless.pipeline.slot import Ring, Slot
 from gapless.plan import COMBINATIONS, I32, Feature, RowLayout, StepPlan, Word, covering
@@ -525,7 +526,7 @@ class Runner:
     # ---- steps with drafts ----------------------------------------------------------------------------------------
 
     def _sequences(self, step: StepInputs) -> Sequences:
-        return Sequences(step.rows, step.starts, step.flags, step.query_start_loc, self._arena.words, self.layout)
+        return Sequences(step.rows, step.starts, step.flags, step.query_start_loc, self._arena, self.layout)
 
     def _draft(self, key: Key, slot: Slot) -> Callable[[], None]:
         step = step_inputs(slot.device, slot_layout(key.num_tokens, key.num_seqs))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gapless.device.arena import arena_views
 from gapless.plan import BAD_WORDS_WIDTH, I32, RowLayout, Word
 from gapless.request import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
@@ -35,7 +36,7 @@ def process(
     """float32 ``[S, V]``; for the arguments see `gapless.sampling.reference.sample_and_store`. Runs on a CPU only."""
     x = logits.to(torch.float32, copy=True)
     words: I32 = arena.numpy()
-    params = words[layout.params_at : layout.bias_at].reshape(layout.num_rows, int(Word.COUNT))
+    params: I32 = arena_views(arena, layout).params.numpy()
     flagged = zip(rows.tolist(), positions.tolist(), sample_flags.tolist(), strict=True)  # sync-ok: on a CPU only
     for s, (row, position, flag) in enumerate(flagged):
         if int(flag) & 1 and params[row, Word.PROCESS] and position <= layout.max_model_len:

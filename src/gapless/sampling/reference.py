@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from gapless.device.arena import arena_views
 from gapless.plan import Feature, RowLayout, Word
 from gapless.request import MAX_STOP_TOKEN_IDS
 from gapless.sampling.logprobs import write_records
@@ -99,9 +100,8 @@ def sample_and_store(
         out_records: int32 ``[S, Record.COUNT]``, written for rows that ask, if the features name log-probabilities.
         processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
     """
-    words = arena[layout.params_at : layout.bias_at].view(layout.num_rows, int(Word.COUNT))
     index = rows.long()
-    params = words.index_select(0, index)
+    params = arena_views(arena, layout).params.index_select(0, index)
     flags = (sample_flags & 1) != 0
     x = logits
     if features & Feature.PROCESS:

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gapless.device.arena import arena_views
 from gapless.plan import Feature, RowLayout, Word
 from gapless.sampling.philox import Purpose
 from gapless.sampling.reference import MIN_TEMPERATURE
@@ -254,7 +255,7 @@ def sample_and_store(
 ) -> None:
     """See `gapless.sampling.reference.sample_and_store`. Sequences that get no token cost nothing."""
     flags = sample_flags.view(torch.uint8) if sample_flags.dtype == torch.bool else sample_flags
-    params = arena[layout.params_at :]
+    params = arena_views(arena, layout).params
     x = process(logits, arena, layout, rows, positions, flags) if features & Feature.PROCESS else logits
     records = out_records if features & Feature.LOGPROBS else None
     kept = None

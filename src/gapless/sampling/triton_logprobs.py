@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gapless.device.arena import arena_views
 from gapless.plan import Feature, Record, RowLayout, Word
 from gapless.request import MAX_LOGPROBS
 from gapless.sampling.reference import MIN_TEMPERATURE
@@ -226,7 +227,7 @@ def write_records(
     shared = (
         logits,
         logits.stride(0),
-        arena[layout.params_at :],
+        arena_views(arena, layout).params,
         rows,
         positions,
         flags,

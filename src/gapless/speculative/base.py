@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.device.arena import Arena
 from gapless.device.base import Device
 from gapless.plan import Feature, RowLayout
 
@@ -31,14 +32,14 @@ class Sequences:
     Attributes:
         rows, starts, flags: int32 ``[S]``. ``starts`` is not to be trusted where `FOLLOWS` is set.
         query_start_loc: int32 ``[S + 1]``.
-        arena, layout: all words of all rows, and where they lie.
+        arena, layout: the words of all rows, and where they lie.
     """
 
     rows: torch.Tensor
     starts: torch.Tensor
     flags: torch.Tensor
     query_start_loc: torch.Tensor
-    arena: torch.Tensor
+    arena: Arena
     layout: RowLayout
 
 

@@ -32,7 +32,6 @@ from gapless.kv.spec import StateSpec
 from gapless.model.base import CausalModel
 from gapless.plan import Feature, RowLayout, Word
 from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
-from gapless.speculative.steps import params_of
 
 SampleAndStore = Callable[..., None]
 """See `gapless.sampling.reference.sample_and_store`."""
@@ -86,7 +85,7 @@ class DraftModelProposer:
     def propose(self, sequences: Sequences, features: Feature) -> None:
         """See `gapless.speculative.base.Proposer`. Sequences without drafts compute something on the null row."""
         layout, flags, seqs = sequences.layout, sequences.flags, len(sequences.rows)
-        params = params_of(sequences.arena, layout)
+        params = sequences.arena.params
         drafting = (flags & DRAFTS) != 0
         row = torch.where(drafting, sequences.rows, layout.null_row)
         index = row.long()
@@ -113,10 +112,8 @@ class DraftModelProposer:
     ) -> None:
         """One forward of ``new`` tokens a sequence, and its token at the position ``length``."""
         arena, layout = sequences.arena, sequences.layout
-        device, size = arena.device, layout.block_size
-        table = arena[: layout.block_tables_at].view(layout.num_rows, layout.max_model_len)
-        tables = arena[layout.block_tables_at : layout.params_at]
-        tables = tables.view(layout.num_groups, layout.num_rows, layout.max_blocks)
+        device, size = arena.words.device, layout.block_size
+        table, tables = arena.token_table, arena.block_tables
         at = (length[:, None] - new + torch.arange(new, device=device, dtype=torch.int32)).flatten().long()  # [T]
         rows = row[:, None].expand(-1, new).flatten().long()
         inside = at < limit[:, None].expand(-1, new).flatten()
@@ -141,7 +138,8 @@ class DraftModelProposer:
         last = every[1:].long() * new - 1
         logits = self._logits[:seqs]
         self._model.forward(ids, torch.where(inside, at, 0), context, last, logits)
-        self._sample(logits, arena, layout, row, length.long(), drafting.int(), features, self._tokens[:seqs], None)
+        flags, tokens = drafting.int(), self._tokens[:seqs]
+        self._sample(logits, arena.words, layout, row, length.long(), flags, features, tokens, None)
 
     def follow(self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> None:
         """See `gapless.speculative.base.Proposer`: the cache is written, one row of logits is made for nothing."""

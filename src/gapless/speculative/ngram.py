@@ -18,7 +18,6 @@ import torch
 from gapless.attention.context import AttentionContext
 from gapless.plan import Feature, Word
 from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
-from gapless.speculative.steps import params_of
 
 
 def lookup(tokens: torch.Tensor, num_drafts: int, min_ngram: int, max_ngram: int) -> torch.Tensor:
@@ -49,16 +48,14 @@ class NgramProposer:
 
     def propose(self, sequences: Sequences, features: Feature) -> None:
         """See `gapless.speculative.base.Proposer`."""
-        layout = sequences.layout
-        params = params_of(sequences.arena, layout)
-        table = sequences.arena[: layout.block_tables_at].view(layout.num_rows, layout.max_model_len)
+        params, table = sequences.arena.params, sequences.arena.token_table
         columns = (sequences.rows, sequences.starts, sequences.flags)
         listed = zip(*(column.tolist() for column in columns), strict=True)  # sync-ok: on a CPU only
         for row, start, flags in listed:
             if flags & DRAFTS:
                 length = int(params[row, Word.LENGTH]) if flags & FOLLOWS else start + 1
                 drafts = lookup(table[row, :length], self._num_drafts, self._min, self._max)
-                drafts = drafts[: layout.max_model_len - length]
+                drafts = drafts[: sequences.layout.max_model_len - length]
                 table[row, length : length + len(drafts)] = drafts
                 params[row, Word.NUM_DRAFTS] = len(drafts)
 

@@ -100,7 +100,7 @@ class TritonNgramProposer:
         layout, seqs = sequences.layout, sequences.rows.shape[0]
         programs = min(_MAX_PROGRAMS, triton.cdiv(layout.max_model_len, _BLOCK))
         shared = (
-            sequences.arena, sequences.arena[layout.params_at :], sequences.rows, sequences.starts, sequences.flags,
+            sequences.arena.words, sequences.arena.params, sequences.rows, sequences.starts, sequences.flags,
             self._best, layout.max_model_len,
         )  # fmt: skip
         _search_kernel[(seqs, programs)](*shared, MIN=self._min, MAX=self._max, BLOCK=_BLOCK, num_warps=4)

@@ -19,18 +19,13 @@ from __future__ import annotations
 
 import torch
 
-from gapless.plan import RowLayout, Word
+from gapless.plan import Word
 from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
-
-
-def params_of(arena: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-    """int32 ``[R + 1, Word.COUNT]``, a view."""
-    return arena[layout.params_at : layout.bias_at].view(layout.num_rows, int(Word.COUNT))
 
 
 def place(sequences: Sequences, starts: torch.Tensor) -> None:
     """``starts [S]``: one before the row's length where the flags say so, else what the slot brought."""
-    lengths = params_of(sequences.arena, sequences.layout)[sequences.rows.long(), Word.LENGTH]
+    lengths = sequences.arena.params[sequences.rows.long(), Word.LENGTH]
     starts.copy_(torch.where((sequences.flags & FOLLOWS) != 0, lengths - 1, sequences.starts))
 
 
@@ -48,7 +43,7 @@ def expand(sequences: Sequences, positions: torch.Tensor, out: DraftIndices) -> 
     lens = end - first
     j = torch.arange(out.width, device=rows.device, dtype=torch.int32)[None]
     drafts = (flags & DRAFTS) != 0
-    limit = params_of(sequences.arena, sequences.layout)[sequences.rows.long(), Word.LIMIT][:, None]
+    limit = sequences.arena.params[sequences.rows.long(), Word.LIMIT][:, None]
     exists = torch.where(drafts, j < lens, (j == 0) & (lens > 0))
     at = torch.where(drafts, starts, starts + lens - 1) + j
     token = torch.where(drafts, first, end - 1) + j
@@ -87,7 +82,7 @@ def accept(
     first, end = sequences.query_start_loc[:-1], sequences.query_start_loc[1:]
     lens, drafts = end - first, (sequences.flags & DRAFTS) != 0
     width = indices.width
-    params = params_of(sequences.arena, sequences.layout)
+    params = sequences.arena.params
     index = sequences.rows.long()
     base = indices.starts + torch.where(drafts, 1, lens)
     room = params[index, Word.LIMIT] - base

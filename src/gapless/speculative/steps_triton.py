@@ -105,7 +105,7 @@ def place(sequences: Sequences, starts: torch.Tensor) -> None:
     """See `gapless.speculative.steps.place`."""
     seqs = sequences.rows.shape[0]
     _place_kernel[(triton.cdiv(seqs, 128),)](
-        sequences.arena[sequences.layout.params_at :], sequences.rows, sequences.starts, sequences.flags, starts, seqs,
+        sequences.arena.params, sequences.rows, sequences.starts, sequences.flags, starts, seqs,
         BLOCK=128, num_warps=4,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def expand(sequences: Sequences, positions: torch.Tensor, out: DraftIndices) -> 
     seqs = sequences.rows.shape[0]
     width = out.width
     _expand_kernel[(triton.cdiv(seqs, _BLOCK),)](
-        sequences.arena[sequences.layout.params_at :], sequences.rows, sequences.flags, sequences.query_start_loc,
+        sequences.arena.params, sequences.rows, sequences.flags, sequences.query_start_loc,
         out.starts, positions, out.rows, out.flags, out.logits_index, out.positions, seqs,
         out.rows.shape[0], sequences.layout.null_row, W=width, WP=triton.next_power_of_2(width),
         BY_TOKEN=out.by_token, BLOCK=_BLOCK, num_warps=4,
@@ -133,7 +133,7 @@ def accept(
     """See `gapless.speculative.steps.accept`."""
     seqs = sequences.rows.shape[0]
     _accept_kernel[(triton.cdiv(seqs, _BLOCK),)](
-        sequences.arena[sequences.layout.params_at :], sequences.rows, sequences.flags, sequences.query_start_loc,
+        sequences.arena.params, sequences.rows, sequences.flags, sequences.query_start_loc,
         indices.starts, input_ids, tokens, counts, proposed, seqs, W=indices.width,
         BY_TOKEN=indices.by_token, BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip
