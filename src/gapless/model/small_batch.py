@@ -307,7 +307,12 @@ def early_rope(
 def early_attend(
     q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams, pdl: int
 ) -> torch.Tensor:
-    """`gapless.attention.triton_decode.decode` of all sequences, launched early."""
+    """`gapless.attention.triton_decode.decode` of all sequences, launched early.
+
+    The outputs of padding tokens are zero in a decode step and old memory where rows draft, since to clear them would
+    cost a kernel in each layer. Whatever lies there stays there: all that follows works on each token alone, and the
+    keys of padding tokens go to the null block.
+    """
     _, hq, d = q.shape
     _, _, block, hk, _ = cache.shape
     g = hq // hk
