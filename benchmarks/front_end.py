@@ -38,8 +38,8 @@ def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
     from gapless.engine import EngineStats
     from gapless.messages import Finished, StepMessage
     from gapless.request import FinishReason
-    from gapless.scheduler import SchedulerStats
     from gapless.server.wire import Commands, Frames, Ready, Step, Stop, encode, to_engine
+    from gapless.stats import SchedulerStats
 
     connection = socket.socket(fileno=fd)
     frames, stats, scheduler = Frames(), EngineStats(), SchedulerStats()

@@ -195,7 +195,7 @@ class SteadyWindow(Window):
 
     def _seen_prompts(self) -> bool:
         """Every running row has computed its prompt."""
-        rows, running = self._scheduler.rows, self._scheduler._running
+        rows, running = self._scheduler.rows, self._scheduler.roster.running
         return bool((rows.known[running] > rows.prompt_len[running]).all())
 
 

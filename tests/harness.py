@@ -20,9 +20,10 @@ from gapless.pipeline.runner import Runner
 from gapless.pipeline.shapes import EXACT, Shapes
 from gapless.plan import RowLayout
 from gapless.request import FinishReason, Request, SamplingParams
-from gapless.scheduler import Scheduler, SchedulerStats, max_updates
+from gapless.scheduler import Scheduler, max_updates
 from gapless.speculative.base import Speculation
 from gapless.speculative.make import make_speculation
+from gapless.stats import SchedulerStats
 
 
 @dataclass

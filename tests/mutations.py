@@ -20,6 +20,8 @@ from gapless.pipeline.kernels import Kernels
 
 RUNNER, SLOT = "gapless.pipeline.runner:Runner", "gapless.pipeline.slot:Slot"
 SCHEDULER, ROWS = "gapless.scheduler:Scheduler", "gapless.rows:RowTable"
+BUILDER, ROSTER = "gapless.step_builder:StepBuilder", "gapless.roster:Roster"
+PREFILL = "gapless.prefill:Prefill"
 POOL, PREFIX = "gapless.kv.pool:BlockPool", "gapless.prefix:PrefixCache"
 BLOCKS = "gapless.row_blocks:RowBlocks"
 STEADY, PREPARE = "gapless.steady:Steady", "gapless.pipeline.prepare:"
@@ -239,7 +241,7 @@ FAULTS = [
         "only the newest unknown id is carried",
         "8",
         _one(
-            SCHEDULER, "_finish_plan", "carry = positions >= r.known[flat_rows]",
+            BUILDER, "build", "carry = positions >= r.known[flat_rows]",
             "carry = (positions >= r.known[flat_rows]) & (positions == r.total[flat_rows] - 1)",
         ),
         seeds=(467,),
@@ -254,7 +256,7 @@ FAULTS = [
         "a row is given away before its last d2h",
         "4",
         (
-            Edit(SCHEDULER, "_release_rows", "if self.rows.in_flight[row]:", "if False:"),
+            Edit(ROSTER, "release", "if self._rows.in_flight[row]:", "if False:"),
             Edit(ROWS, "release", "if self.in_flight[row]:", "if False:"),
         ),
     ),
@@ -274,14 +276,14 @@ FAULTS = [
         "a preempted row's table is not sent again",
         "4",
         (
-            Edit(SCHEDULER, "_preempt", "r.blocks_sent[row] = r.blocks_hashed[row] = ", "r.blocks_hashed[row] = "),
-            Edit(SCHEDULER, "_start", "r.blocks_sent[row] = 0", "pass"),
+            Edit(ROSTER, "preempt", "r.blocks_sent[row] = r.blocks_hashed[row] = ", "r.blocks_hashed[row] = "),
+            Edit(PREFILL, "_start", "r.blocks_sent[row] = 0", "pass"),
         ),
     ),
     Fault(
         "a preempted row keeps its place in the step",
         "4",
-        _one(SCHEDULER, "_plan_decodes", "kept = np.isin(ready, self._running)", "kept = np.isin(ready, ready)"),
+        _one(SCHEDULER, "_plan_decodes", "kept = np.isin(ready, self.roster.running)", "kept = np.isin(ready, ready)"),
         seeds=(24,),
     ),
     Fault(
@@ -289,7 +291,7 @@ FAULTS = [
         "4",
         (
             Edit(ROWS, "assign", "self.num_blocks[row] = self.blocks_sent[row] = ", "self.num_blocks[row] = "),
-            Edit(SCHEDULER, "_start", "r.blocks_sent[row] = 0", "pass"),
+            Edit(PREFILL, "_start", "r.blocks_sent[row] = 0", "pass"),
         ),
     ),
     Fault(
@@ -301,11 +303,12 @@ FAULTS = [
         "a request's blocks are freed when its last step is launched",
         "4",
         _one(
-            SCHEDULER, "_finish_plan", "    self._count_step(plan)",
-            "    for row in rows[(r.total[rows] == r.limit[rows]) & (ends == r.limit[rows] - 1)].tolist():\n"
-            "        self.blocks.release(row)\n"
-            "        r.blocks_hashed[row] = 10**6\n"
-            "    self._count_step(plan)",
+            SCHEDULER, "_finish_plan", "        self._count_step(plan)",
+            "        r, rows, ends = self.rows, plan.rows, plan.starts + plan.query_lens\n"
+            "        for row in rows[(r.total[rows] == r.limit[rows]) & (ends == r.limit[rows] - 1)].tolist():\n"
+            "            self.blocks.release(row)\n"
+            "            r.blocks_hashed[row] = 10**6\n"
+            "        self._count_step(plan)",
         ),
         harmless="the last step reads them on the compute stream, a later owner writes them on the same stream, later.",
     ),
@@ -336,8 +339,8 @@ FAULTS = [
         (
             Edit(PREFIX, "publish", "min(computed, int(r.known[row]))", "min(computed, int(r.total[row]))"),
             Edit(
-                SCHEDULER, "_finish_plan", "    self._count_step(plan)",
-                "    self._prefixes.publish_generated(rows.tolist())\n    self._count_step(plan)",
+                SCHEDULER, "_finish_plan", "        self._count_step(plan)",
+                "        self._prefixes.publish_generated(plan.rows.tolist())\n        self._count_step(plan)",
             ),
         ),
         seeds=(129,),
@@ -345,7 +348,7 @@ FAULTS = [
     Fault(
         "a failed row's blocks stay in the prefix cache",
         "5",
-        _one(SCHEDULER, "_finish_row", "if reason is FinishReason.ERROR:", "if False:"),
+        _one(ROSTER, "finish", "if failed:", "if False:"),
     ),
     Fault(
         "a block is published before its last token is computed",

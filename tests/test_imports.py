@@ -15,8 +15,8 @@ LAYERS = [
     {"checks", "config", "errors", "request", "speculative_config", "structured", "plan", "messages"},
     {"device"},
     {"kv"},
-    {"grammar", "draft", "drafting", "row_blocks", "row_words", "rows", "prefix", "steady", "versions"}
-    | {"volume", "waiting", "scheduler"},
+    {"grammar", "drafting", "outbox", "prefill", "prefix", "roster", "row_blocks", "row_words", "rows", "scheduler"}
+    | {"stats", "steady", "step_builder", "versions", "volume", "waiting"},
     {"model", "attention", "sampling", "speculative", "lora"},
     {"pipeline"},
     {"control", "engine", "build"},

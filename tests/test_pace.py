@@ -11,7 +11,7 @@ from engines import options
 from gapless import LLM, SamplingParams
 from gapless.engine import EngineStats
 from gapless.pace import Pace
-from gapless.scheduler import SchedulerStats
+from gapless.stats import SchedulerStats
 
 
 def test_idle_time_by_cause() -> None:

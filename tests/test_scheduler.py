@@ -14,6 +14,7 @@ from gapless.errors import RequestError
 from gapless.plan import Feature, RowLayout, StepPlan
 from gapless.request import FinishReason
 from gapless.scheduler import Scheduler
+from gapless.step_builder import StepBuilder
 from harness import Job, make_request, run_jobs
 from hash_model import HashModel
 
@@ -58,18 +59,12 @@ def test_a_preempted_row_resumes_before_its_tokens_are_known() -> None:
     assert all(plans)
     row = int(scheduler.rows.ids.tolist().index(1))
     scheduler._end_steady()
-    scheduler._preempt(row, _draft())
+    scheduler.roster.preempt(row, StepBuilder(64, 1000))
     plan = scheduler.schedule()
     assert plan is not None
     mine = np.repeat(plan.rows, plan.query_lens) == row
     assert plan.input_ids[mine].tolist() == [4] * 7 + [0] * 4
     assert plan.carry[mine].tolist() == [False] * 7 + [True] * 4
-
-
-def _draft():  # type: ignore[no-untyped-def]
-    from gapless.draft import Draft
-
-    return Draft(64, 1000)
 
 
 def test_decodes_come_first_and_prompts_fill_the_budget_in_chunks() -> None:

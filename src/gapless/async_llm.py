@@ -17,7 +17,7 @@ from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.model.weights import Named
 from gapless.request import RequestOutput, RequestOutputKind, SamplingParams
-from gapless.scheduler import SchedulerStats
+from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt
 from gapless.text.outputs import OutputMode, accumulate
 

@@ -37,7 +37,7 @@ from gapless.request import (
     cache_key,
     check_priority,
 )
-from gapless.scheduler import SchedulerStats
+from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
 from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
 from gapless.text.vocabulary import bad_word_ids, check_vocabulary

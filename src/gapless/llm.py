@@ -18,7 +18,7 @@ from gapless.errors import EngineClosedError, EngineDeadError, RequestError, nam
 from gapless.model.weights import Named
 from gapless.pace import INTERVAL, Pace
 from gapless.request import RequestOutput, SamplingParams
-from gapless.scheduler import SchedulerStats
+from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt
 
 logger = logging.getLogger("gapless")

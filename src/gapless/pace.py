@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from gapless.engine import EngineStats
-from gapless.scheduler import SchedulerStats
+from gapless.stats import SchedulerStats
 
 INTERVAL = 0.5
 """Seconds between two refreshes of a bar."""
