@@ -137,9 +137,9 @@ def _parts(runner: Any) -> dict[str, int]:
             idle += segment["total_size"] - segment["allocated_size"]
     slot = runner._ring.slots[0]
     return {
-        "graphs": len(runner._captured),
+        "graphs": len(runner.graphs.captured),
         "pool_bytes": pool,
-        "kv_bytes": sum(t.nbytes for t in runner._kv),
+        "kv_bytes": sum(t.nbytes for t in runner.state.kv),
         "slot_device_bytes": slot.device.nbytes + slot.out.nbytes,
         "slot_pinned_bytes": slot.host.nbytes + slot.out_host.nbytes,
         "cached_and_idle_bytes": idle,

@@ -117,7 +117,7 @@ def measure(batch: int, steps: int, context: int, profile: bool, drafts: int = 0
         slot._out_words[:] = drafts + 1  # the tokens, and how many of them are true: all
     for key in runner.graph_keys():
         for slot in runner._ring.slots:
-            runner._captured[slot.index, key] = lambda: None
+            runner.graphs.captured[slot.index, key] = lambda: None
     scheduler = Scheduler(config, layout, blocks)
     engine = Engine(scheduler, runner, 2, lambda message: None, print)
     most = steps_of - 100

@@ -99,9 +99,9 @@ class PageableMetadata:
     def install(self, runner: Any) -> None:
         """Into a runner that has captured nothing yet."""
         ring = runner._ring.slots[0]
-        size = runner._indices.input_ids.shape[0]
+        size = runner.state.indices.input_ids.shape[0]
         self.rows = torch.full((size,), runner.layout.null_row, dtype=torch.int64, device=ring.device.device)
-        model, device, launch, rows = runner.model, runner.device, runner.launch, self.rows
+        model, device, launch, rows = runner.graphs.model, runner.device, runner.launch, self.rows
         forward, put, null_row = model.forward, device.launch, runner.layout.null_row
 
         def noted(plan: Any) -> Any:
@@ -122,7 +122,7 @@ class PageableMetadata:
             put(both if name == "forward" else work, access, name)
 
         vars(runner)["launch"], vars(device)["launch"] = noted, built
-        runner.model = _Fed(model, fed)
+        runner.graphs.model = _Fed(model, fed)
 
     def build(self, plan: Any, null_row: int) -> None:
         """On the compute stream, before the step's forward."""

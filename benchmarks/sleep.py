@@ -71,7 +71,7 @@ def main() -> None:
         options = {"device": name, "max_num_seqs": args.max_num_seqs, "max_model_len": 4096, "check_model": False}
         llm = gapless.LLM(source, kv_cache_memory_bytes=args.kv_mib * MIB, **options)
         rows = measure(llm, device, args.rounds, 2 if args.level_2 else 1, own=not args.level_2)
-        kv_mib = sum(tensor.nbytes for tensor in llm._client._built.runner._kv) / MIB
+        kv_mib = sum(tensor.nbytes for tensor in llm._client._built.runner.state.kv) / MIB
         llm.close()
     for row in rows:
         print(

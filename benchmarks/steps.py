@@ -23,7 +23,8 @@ from gapless.bench.measure import run_once, warm
 from gapless.bench.models import SHAPES, random_model
 from gapless.bench.workloads import Workload, workload
 from gapless.engine import Engine
-from gapless.pipeline.runner import Key, Runner
+from gapless.pipeline.keys import Key
+from gapless.pipeline.runner import Runner
 from gapless.plan import covering
 
 
@@ -56,7 +57,7 @@ def replays(runner: Runner, plan: Any, count: int = 50) -> dict[str, float]:
     """ms per replay of the plan's graphs. Runs on the loop's thread, with no step in flight."""
     t, s = runner._shapes.pad(plan)
     keys = (Key("forward", t, s, plan.decode_only), Key("sample", s, s, False, covering(plan.features)))
-    graphs = [runner._captured[plan.step % len(runner._ring.slots), key] for key in keys]
+    graphs = [runner.graphs.captured[plan.step % len(runner._ring.slots), key] for key in keys]
     times = {}
     for name, work in (("forward", graphs[:1]), ("forward and sample", graphs)):
         for graph in work:
@@ -111,7 +112,7 @@ def record(llm: gapless.LLM, load: Workload, verbose: bool) -> dict[str, Any]:
         report[f"{new_tokens or 'all'} new tokens"] = {"wall_s": walls[new_tokens], "steps": steps}
     print(f"  decode {1e3 * (walls[None] - walls[1]) / (load.output_lens[0] - 1):.3f} ms/step by wall")
     last = full[-1]
-    if engine._runner._captured:
+    if engine._runner.graphs.captured:
         report["replays"] = engine.call(lambda: replays(engine._runner, recorder.last))
     print(f"  a full step at context {last[2]} took {last[3]:.3f} ms; the last step replayed: {report.get('replays')}")
     return report

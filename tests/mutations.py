@@ -101,7 +101,7 @@ def _one(where: str, function: str, old: str, new: str) -> tuple[Edit, ...]:
 DEPTH_LOOP = "range(depth)])"
 D2H_COPY = 'device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), drafts_of), "d2h")'
 H2D_RECORD, D2H_RECORD = "slot.h2d_done.record(device.h2d)", "slot.d2h_done.record(device.d2h)"
-SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self._arena = "
+SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self.state = "
 
 FAULTS = [
     # ---- events
@@ -178,12 +178,12 @@ FAULTS = [
     Fault(
         "all slots share one device twin",
         "2",
-        _one(RUNNER, "__init__", "    self._arena = ", SHARE.format("device")),
+        _one(RUNNER, "__init__", "    self.state = ", SHARE.format("device")),
     ),
     Fault(
         "the output lies in the shared graph pool",
         "9",
-        _one(RUNNER, "__init__", "    self._arena = ", SHARE.format("out")),
+        _one(RUNNER, "__init__", "    self.state = ", SHARE.format("out")),
     ),
     Fault("a view of pinned output is handed out", "2", _one(SLOT, "read", ".copy()", "")),
     # ---- persistent state
@@ -195,7 +195,7 @@ FAULTS = [
             "    n = min(plan.num_tokens, layout.carry - layout.input_ids)\n"
             "    to = int(plan.rows[0]) * self.layout.max_model_len + int(plan.starts[0])\n"
             "    n = min(n, int(plan.query_lens[0]), int((~plan.carry).sum()))\n"
-            "    words = self._arena.words[to : to + n]\n"
+            "    words = self.state.arena.words[to : to + n]\n"
             "    ids = slot.host[layout.input_ids : layout.input_ids + n]\n"
             '    device.copy_h2d(words, ids, "h2d table") if n else None\n'
             "    slot.h2d_done.record(device.h2d)\n",

@@ -143,14 +143,14 @@ def test_sleep_gives_cache_and_graphs_back() -> None:
         llm.sleep()
         llm.wake()  # the first time, libraries take a workspace for the thread of the loop, and keep it
         awake = free()
-        graphs = len(llm._client._built.runner._captured)
+        graphs = len(llm._client._built.runner.graphs.captured)
         assert graphs > 0
         for _ in range(3):
             llm.sleep()
             assert free() - awake > 1000 * MIB
-            assert not llm._client._built.runner._captured
+            assert not llm._client._built.runner.graphs.captured
             llm.wake()
-            assert len(llm._client._built.runner._captured) == graphs
+            assert len(llm._client._built.runner.graphs.captured) == graphs
             assert run(llm) == want
         assert awake - free() < 32 * MIB
 

@@ -18,7 +18,7 @@ import torch
 from engines import Gate, check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, SamplingParams, WeightError
 from gapless.device.cpu import CpuDevice
-from gapless.pipeline.runner import Key
+from gapless.pipeline.keys import Key
 from gapless.request import FinishReason
 from harness import make_parts, make_request
 from hash_model import HashModel
@@ -157,7 +157,7 @@ def test_an_abort_in_a_pause_is_answered() -> None:
 def test_sleep_gives_the_cache_back_and_loses_no_request(depth: int, expected: list[list[int]]) -> None:
     with busy(pipeline_depth=depth) as (llm, _, running, threads):
         runner = llm._client._built.runner
-        pool = [weakref.ref(t) for t in runner._kv]
+        pool = [weakref.ref(t) for t in runner.state.kv]
         llm.sleep()
         llm.sleep(1)
         assert llm.is_sleeping
@@ -289,12 +289,13 @@ def test_warming_up_writes_to_nobody_s_rows() -> None:
         assert plan is not None
         scheduler.commit(plan, runner.wait(runner.launch(plan)).tokens)
     row = runner.layout.null_row
-    tables = [t[:row].clone() for t in (runner._arena.token_table, runner._arena.block_tables, runner._arena.params)]
-    blocks = [t[:, 1:].clone() for t in runner._kv]
-    runner._warm([Key("forward", 16, 4, False), Key("forward", 4, 4, True), Key("sample", 4, 4, False)])
-    after = (runner._arena.token_table, runner._arena.block_tables, runner._arena.params)
+    arena = runner.state.arena
+    tables = [t[:row].clone() for t in (arena.token_table, arena.block_tables, arena.params)]
+    blocks = [t[:, 1:].clone() for t in runner.state.kv]
+    runner.graphs.warm([Key("forward", 16, 4, False), Key("forward", 4, 4, True), Key("sample", 4, 4, False)])
+    after = (arena.token_table, arena.block_tables, arena.params)
     assert all(torch.equal(a, b[:row]) for a, b in zip(tables, after, strict=True))
-    assert all(torch.equal(a, b[:, 1:]) for a, b in zip(blocks, runner._kv, strict=True))
+    assert all(torch.equal(a, b[:, 1:]) for a, b in zip(blocks, runner.state.kv, strict=True))
     runner.close()
 
 

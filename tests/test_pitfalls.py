@@ -68,7 +68,7 @@ def test_only_rows_that_sample_have_logits(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(client.model, "forward", watched)
         llm.generate({"prompt_token_ids": [5] * 100}, PARAMS, use_tqdm=False)
-        assert len(client._built.runner._logits) == 3
+        assert len(client._built.runner.state.logits) == 3
         check_idle(llm)
     assert seen[0] == (100, 1, 1)
     assert set(seen[1:]) == {(1, 1, 1)}

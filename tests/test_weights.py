@@ -243,7 +243,7 @@ class UpdatedEngine(SteppedEngine):
         return super()._schedule()
 
     def change(self) -> None:
-        self._runner.model.salt += 1
+        self._runner.graphs.model.salt += 1
         self.scheduler.new_weights(recompute=self.recompute)
         self.scheduler.check()
         if self.sleeps:

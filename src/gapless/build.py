@@ -30,7 +30,8 @@ from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
 from gapless.model.weights import Weights
 from gapless.pipeline.kernels import reference_kernels, triton_kernels
-from gapless.pipeline.runner import Key, Runner
+from gapless.pipeline.keys import Key
+from gapless.pipeline.runner import Runner
 from gapless.pipeline.shapes import EXACT, graph_shapes
 from gapless.plan import COMBINATIONS, RowLayout
 from gapless.scheduler import Scheduler, max_updates

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gapless.adapters import LoadedAdapters
     from gapless.build import Built, Progress
     from gapless.model.weights import Named, WeightUpdate
-    from gapless.pipeline.runner import Key
+    from gapless.pipeline.keys import Key
 
 logger = logging.getLogger("gapless")
 
