@@ -184,6 +184,16 @@ def run_jobs(
     return outcome
 
 
+def random_options(rng: random.Random, *, fewest_blocks: int = 17) -> dict[str, object]:
+    """Of an engine: few rows, budgets that cut prompts, and pools from one that is always short."""
+    return {
+        "max_num_seqs": rng.randint(1, 5),
+        "max_num_batched_tokens": rng.choice([5, 8, 17, 64]),
+        "num_blocks": rng.choice([fewest_blocks, 30, 200]),
+        "enable_prefix_caching": rng.random() < 0.7,
+    }
+
+
 def random_jobs(
     rng: random.Random,
     vocab_size: int,

@@ -133,7 +133,10 @@ FAULTS = [
         "compute_done is recorded before the sampler",
         "events",
         (
-            Edit(RUNNER, "_end", "    sample = ", "    slot.compute_done.record(device.compute)\n    sample = "),
+            Edit(
+                RUNNER, "_end", "    self.graphs.launch(",
+                "    slot.compute_done.record(device.compute)\n    self.graphs.launch(",
+            ),
             Edit(RUNNER, "_end", "    slot.compute_done.record(device.compute)\n\n", "\n"),
         ),
     ),

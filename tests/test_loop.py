@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from gapless.device.cpu import CpuDevice
 from gapless.engine import Engine
-from harness import Job, make_parts, make_request, random_jobs, run_jobs
+from harness import Job, make_parts, make_request, random_jobs, random_options, run_jobs
 from hash_model import EOS, HashModel
 
 
@@ -37,12 +38,7 @@ def test_depths_agree_on_random_workloads(seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     model = HashModel(peaked=rng.random() < 0.5)
-    options = {
-        "max_num_seqs": rng.randint(1, 5),
-        "max_num_batched_tokens": rng.choice([5, 8, 17, 64]),
-        "num_blocks": rng.choice([17, 30, 200]),
-        "enable_prefix_caching": rng.random() < 0.7,
-    }
+    options: dict[str, Any] = random_options(rng)
 
     def run(depth: int, delays: int | None = None) -> dict[int, list[int]]:
         jobs = random_jobs(random.Random(seed), model.vocab_size, eos=EOS)

@@ -15,7 +15,7 @@ from gapless.request import FinishReason
 from gapless.speculative_config import SpeculativeConfig
 from gapless.verify.choosers import RandomChooser
 from gapless.verify.races import RaceDetector
-from harness import Job, Outcome, SteppedEngine, make_parts, make_request, random_jobs, run_jobs
+from harness import Job, Outcome, SteppedEngine, make_parts, make_request, random_jobs, random_options, run_jobs
 from hash_model import EOS, HashModel
 
 ALWAYS: dict[str, Any] = {"min_accepted": 0}
@@ -75,12 +75,7 @@ def test_random_workloads_with_drafts_give_the_tokens_without(seed: int) -> None
     print(f"seed {seed}")
     rng = random.Random(seed)
     model = HashModel(peaked=rng.random() < 0.5)
-    options = {
-        "max_num_seqs": rng.randint(1, 5),
-        "max_num_batched_tokens": rng.choice([5, 8, 17, 64]),
-        "num_blocks": rng.choice([18, 30, 200]),
-        "enable_prefix_caching": rng.random() < 0.7,
-    }
+    options: dict[str, Any] = random_options(rng, fewest_blocks=18)  # drafts have a place beyond the end
     k = rng.randint(1, 8)
     truth = run_jobs(varied_jobs(seed, model), model, depth=1, **options)
     for depth in (rng.choice([1, 2]), rng.choice([3, 4])):
