@@ -27,9 +27,12 @@ def with_drafts(
     """The same jobs with an oracle's drafts, spoilt at random places."""
     whole = [[*job.request.prompt_token_ids.tolist(), *truth.tokens()[job.request.id]] for job in jobs]
     config = SpeculativeConfig(num_speculative_tokens=k, **{**ALWAYS, **options.pop("config", {})})
-    return run_jobs(
+    outcome = run_jobs(
         jobs, model, depth=depth, speculative=config, speculation=oracle(whole, k, seed, model.vocab_size), **options
     )
+    plans: list[Any] = outcome.plans
+    assert all(p.few == (p.width > 1 and (p.drafts | (p.query_lens == 1)).all()) for p in plans), "also if repeated"
+    return outcome
 
 
 def varied_jobs(seed: int, model: HashModel, **options: Any) -> list[Job]:

@@ -369,7 +369,7 @@ class Scheduler:
         self.stats.requests_finished += 1
         self._repeated = None
 
-    # ---- looking in -----------------------------------------------------------------------------------------------
+    # ---- looking in, and what changes between steps ---------------------------------------------------------------
 
     def snapshot(self) -> SchedulerStats:
         """The counters, with the gauges of now."""
