@@ -21,8 +21,8 @@ class Outbox:
 
     Attributes:
         finished: requests that have ended.
-        waits, prefills: of requests that have started, the seconds that they waited, and the tokens of their prompts that
-            no prefix held.
+        waits, prefills: of requests that have started: the seconds that they waited, and the tokens of their prompts
+            that no prefix held.
         prompts: log-probabilities of prompts.
     """
 
