@@ -318,7 +318,10 @@ FAULTS = [
     Fault(
         "a block stays published when it gets a new owner",
         "5",
-        _one(POOL, "allocate", "self.unpublish(block)", "pass"),
+        (
+            Edit(POOL, "allocate", "del by_key[keys[block]]", "pass"),
+            Edit(POOL, "allocate", "keys[block] = ROOT", "pass"),
+        ),
     ),
     Fault(
         "blocks of a window are freed too early",
@@ -367,6 +370,9 @@ FAULTS = [
     Fault(
         "the hash of a block leaves its parent out",
         "5",
-        _one(PREFIX, "_hash", "hashes[-1] if j else ROOT", "ROOT"),
+        _one(
+            PREFIX, "_hashes", "block_keys(hashes[-1] if have else ROOT, contents, self._rows.cache_keys[row])",
+            "[block_keys(ROOT, [one], self._rows.cache_keys[row])[0] for one in contents]",
+        ),
     ),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gapless.kv.pool import ROOT, BlockPool, block_key
+from gapless.kv.pool import ROOT, BlockPool, block_key, block_keys
 from gapless.plan import NULL_BLOCK
 
 
@@ -122,3 +122,26 @@ def test_releasing_what_nobody_owns_is_an_error() -> None:
     pool = BlockPool(3)
     with pytest.raises(RuntimeError, match="nobody owns"):
         pool.release([1])
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from([b"", b"salt", b"long" * 40]), st.data())
+def test_keys_of_blocks_at_once_are_those_of_each_alone(
+    contents: list[int], extra: bytes, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(contents)))
+    alone = []
+    for i in contents:
+        alone.append(block_key(alone[-1] if alone else ROOT, tokens(i), extra))
+    held = [tokens(i).tobytes() for i in contents]
+    first = block_keys(ROOT, held[:cut], extra)
+    assert first + block_keys(first[-1] if first else ROOT, held[cut:], extra) == alone
+
+
+def test_publishing_many_skips_the_null_block() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(2) or []
+    held = [tokens(i).tobytes() for i in range(3)]
+    keys = block_keys(ROOT, held)
+    pool.publish_all([blocks[0], NULL_BLOCK, blocks[1]], keys, held)
+    assert [pool.lookup(key, tokens(i)) for i, key in enumerate(keys)] == [blocks[0], None, blocks[1]]
+    pool.check(blocks)

@@ -79,3 +79,19 @@ def test_tiny_runs_and_their_pictures(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(results), "--docs", str(docs)])
     script("plots").main()
     assert {p.name for p in docs.iterdir()} == {"growth.svg", "mixed_load.svg"}
+
+
+def test_a_whole_run_on_a_device_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = script("host_cost")
+    load = cost.Workload("ragged", (40, 8, 24, 8), (3, 20, 9, 9))
+    found = cost.measure_whole(load, 2, 1, False)
+    assert found["steps"] == 20
+    assert found["ends_turns"] == 3  # three lengths; two of four end together
+    assert 0 < found["loop_cpu_s"] < found["all_cpu_s"]
+    assert "idle_ms" not in found
+    missing = []
+    for ms in (1000.0, 0.001):
+        monkeypatch.setattr(cost.PacedDevice, "pace", (ms, 0.0, 0.0))
+        missing.append(cost.measure_whole(load, 2, 1, False)["busy_missing_%"])
+    assert missing[0] < 1  # all of the host's work is hidden behind steps of a second,
+    assert missing[1] > 50  # and none of it behind steps of a microsecond

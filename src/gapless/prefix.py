@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gapless.kv.pool import ROOT, block_key
-from gapless.plan import NULL_BLOCK
+from gapless.kv.pool import ROOT, block_keys
 from gapless.row_blocks import Hit, RowBlocks
 from gapless.rows import RowTable
 
@@ -85,11 +84,10 @@ class PrefixCache:
         first, full = int(r.blocks_hashed[row]), min(computed, int(r.known[row])) // size
         if full <= first:
             return
-        for i, blocks in enumerate(r.block_tables[:, row, first:full].T.tolist(), first):
-            key, tokens = self._hash(row, i), r.tokens[row, i * size : (i + 1) * size]
-            for pool, block in zip(self._pools, blocks, strict=True):
-                if block != NULL_BLOCK:
-                    pool.publish(block, key, tokens)
+        contents = self._blocks_of_tokens(row, first, full)
+        keys = self._hashes(row, full)[first:full]
+        for pool, blocks in zip(self._pools, r.block_tables[:, row, first:full].tolist(), strict=True):
+            pool.publish_all(blocks, keys, contents)
         r.blocks_hashed[row] = full
 
     def publish_generated(self, rows: Iterable[int]) -> None:
@@ -100,13 +98,18 @@ class PrefixCache:
 
     def _find(self, row: int, group: int, i: int) -> int | None:
         tokens = self._rows.tokens[row, i * self._size : (i + 1) * self._size]
-        return self._pools[group].lookup(self._hash(row, i), tokens)
+        return self._pools[group].lookup(self._hashes(row, i + 1)[i], tokens)
 
-    def _hash(self, row: int, i: int) -> bytes:
-        """Key of the row's block ``i``; all of its tokens must be known."""
-        hashes, size = self._rows.hashes[row], self._size
-        while len(hashes) <= i:
-            j = len(hashes)
-            tokens = self._rows.tokens[row, j * size : (j + 1) * size]
-            hashes.append(block_key(hashes[-1] if j else ROOT, tokens, self._rows.cache_keys[row]))
-        return hashes[i]
+    def _hashes(self, row: int, count: int) -> list[bytes]:
+        """Keys of the row's first ``count`` blocks, or of more; all of their tokens must be known."""
+        hashes = self._rows.hashes[row]
+        if (have := len(hashes)) < count:
+            contents = self._blocks_of_tokens(row, have, count)
+            hashes += block_keys(hashes[-1] if have else ROOT, contents, self._rows.cache_keys[row])
+        return hashes
+
+    def _blocks_of_tokens(self, row: int, first: int, end: int) -> list[bytes]:
+        """The tokens of each of the row's blocks [first, end), as bytes."""
+        size = self._size
+        held, step = self._rows.tokens[row, first * size : end * size].tobytes(), size * self._rows.tokens.itemsize
+        return [held[at : at + step] for at in range(0, len(held), step)]

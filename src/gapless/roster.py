@@ -46,8 +46,9 @@ class Roster:
 
     def run(self, row: int) -> None:
         """A row that starts, or resumes in its old place."""
-        ranks = self._rows.ranks
-        self.running = np.insert(self.running, np.searchsorted(ranks[self.running], ranks[row]), row)
+        ranks, running = self._rows.ranks, self.running
+        place = int(np.searchsorted(ranks[running], ranks[row]))
+        self.running = np.concatenate((running[:place], np.array([row], np.int32), running[place:]))
 
     def grow(self, row: int, length: int, builder: StepBuilder, *, preempt: bool = True) -> bool:
         """Give ``row`` the blocks for ``length`` more positions, preempting rows of higher rank. False if it lost its

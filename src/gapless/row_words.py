@@ -46,18 +46,19 @@ def row_features(request: Request) -> Feature:
 def request_updates(request: Request, layout: RowLayout, row: int) -> I32:
     """Changes ``[n, 2]`` that bring everything that ``request`` asks of the sampler to its row."""
     params = request.params
-    parts = [_at(layout.params_at + row * int(Word.COUNT), _param_words(request))]
+    parts = [changes(layout.params_at + row * int(Word.COUNT), _param_words(request))]
     if params.logit_bias:
         at = layout.bias_at + row * 2 * MAX_LOGIT_BIAS
-        parts.append(_at(at, np.array(list(params.logit_bias), np.int32)))
-        parts.append(_at(at + MAX_LOGIT_BIAS, np.array(list(params.logit_bias.values()), np.float32).view(np.int32)))
+        parts.append(changes(at, np.array(list(params.logit_bias), np.int32)))
+        biases = np.array(list(params.logit_bias.values()), np.float32)
+        parts.append(changes(at + MAX_LOGIT_BIAS, biases.view(np.int32)))
     if request.bad_words:
         at = layout.bad_words_at + row * BAD_WORDS_WIDTH
         ends = np.cumsum([0, *map(len, request.bad_words)])
-        parts.append(_at(at, ends.astype(np.int32)))
-        parts.append(_at(at + MAX_BAD_WORDS + 1, np.concatenate(request.bad_words).astype(np.int32)))
+        parts.append(changes(at, ends.astype(np.int32)))
+        parts.append(changes(at + MAX_BAD_WORDS + 1, np.concatenate(request.bad_words).astype(np.int32)))
     if params.allowed_token_ids is not None and request.grammar is None:  # its masks come step by step, with these
-        parts.append(_at(layout.allowed_at + row * layout.mask_words, allowed_mask(params, layout)))
+        parts.append(changes(layout.allowed_at + row * layout.mask_words, allowed_mask(params, layout)))
     return np.concatenate(parts)
 
 
@@ -68,8 +69,12 @@ def allowed_mask(params: SamplingParams, layout: RowLayout) -> I32:
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32).view(np.int32)
 
 
-def _at(first: int, words: I32) -> I32:
-    return np.stack([np.arange(first, first + len(words), dtype=np.int32), words], axis=1)
+def changes(first: int, words: I32) -> I32:
+    """Changes ``[n, 2]`` that put ``words [n]`` into the arena from the word ``first`` on."""
+    found = np.empty((len(words), 2), np.int32)
+    found[:, 0] = np.arange(first, first + len(words))
+    found[:, 1] = words
+    return found
 
 
 def _param_words(request: Request) -> I32:

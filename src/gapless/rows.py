@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gapless.plan import RowLayout
 from gapless.request import MAX_STOP_TOKEN_IDS, Request
-from gapless.row_words import needs_prompt_on_device, request_updates, row_features
+from gapless.row_words import changes, needs_prompt_on_device, request_updates, row_features
 
 I32 = npt.NDArray[np.int32]
 ID_BITS = 42
@@ -117,8 +117,7 @@ class RowTable:
 
     def token_updates(self, row: int, first: int, end: int) -> I32:
         """Changes ``[n, 2]`` that bring the row's tokens [first, end), all of them known, to the device."""
-        at = row * self.layout.max_model_len
-        return np.stack([np.arange(at + first, at + end, dtype=np.int32), self.tokens[row, first:end]], axis=1)
+        return changes(row * self.layout.max_model_len + first, self.tokens[row, first:end])
 
     def table_updates(self, row: int) -> I32:
         """Changes ``[n, 2]`` that bring the blocks of the row that the device does not have yet."""
@@ -127,8 +126,7 @@ class RowTable:
         for group, first in enumerate(self.first_blocks[:, row].tolist()):
             lo = max(sent, first)
             at = layout.block_tables_at + group * layout.table_words + row * layout.max_blocks
-            words = np.arange(at + lo, at + end, dtype=np.int32)
-            parts.append(np.stack([words, self.block_tables[group, row, lo:end]], axis=1))
+            parts.append(changes(at + lo, self.block_tables[group, row, lo:end]))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def append_blocks(self, rows: I32, blocks: list[list[int]]) -> I32:

@@ -233,11 +233,17 @@ class Scheduler:
             lens += drafts * np.int32(self._drafting.num_drafts)
             ends = self._drafting.ends(ready, lens)
             builder.drafting = ready[drafts]
-        needy = ends > r.num_blocks[ready] * self._block_size
-        before = self.stats.preemptions
-        for row, length in zip(ready[needy].tolist(), (ends - r.computed[ready])[needy].tolist(), strict=True):
-            if row not in self.roster.preempted:
-                self.roster.grow(row, length, builder)
+        missing = ends - r.num_blocks[ready] * self._block_size
+        needy, before = missing > 0, self.stats.preemptions
+        appended = None
+        if needy.any() and int(missing.max()) <= self._block_size:  # one block each, as a rule
+            appended = self.blocks.append(ready[needy], self._lowest(ready[needy]))
+        if appended is not None:
+            builder.update(appended)
+        else:
+            for row, length in zip(ready[needy].tolist(), (ends - r.computed[ready])[needy].tolist(), strict=True):
+                if row not in self.roster.preempted:
+                    self.roster.grow(row, length, builder)
         if self.stats.preemptions > before:
             kept = np.isin(ready, self.roster.running)
             ready, lens = ready[kept], lens[kept]

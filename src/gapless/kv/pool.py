@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -31,17 +31,20 @@ def block_key(parent: bytes, tokens: I32, extra: bytes = b"") -> bytes:
 
     Blocks of equal tokens with another ``extra`` hash differently. All of it counts, however long it is.
     """
+    return block_keys(parent, [tokens.tobytes()], extra)[0]
+
+
+def block_keys(parent: bytes, blocks: Iterable[bytes], extra: bytes = b"") -> list[bytes]:
+    """`block_key` of full blocks that follow each other; each is given as the bytes of its tokens."""
     if len(extra) > hashlib.blake2b.MAX_KEY_SIZE:
         extra = hashlib.blake2b(extra).digest()
-    digest = hashlib.blake2b(parent, digest_size=16, key=extra)
-    digest.update(tokens.tobytes())
-    return digest.digest()
-
-
-@dataclass(slots=True)
-class _Published:
-    key: bytes
-    tokens: bytes
+    start, keys = hashlib.blake2b(digest_size=16, key=extra).copy, []  # to copy one is quicker than to make one
+    for tokens in blocks:
+        digest = start()
+        digest.update(parent + tokens)
+        parent = digest.digest()
+        keys.append(parent)
+    return keys
 
 
 class BlockPool:
@@ -54,8 +57,9 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._published: dict[int, _Published] = {}
-        self._by_key: dict[bytes, int] = {}
+        self._by_key: dict[bytes, int] = {}  # published blocks
+        self._keys = [ROOT] * num_blocks  # theirs; `ROOT` is nobody's
+        self._tokens = [b""] * num_blocks
 
     @property
     def capacity(self) -> int:
@@ -70,7 +74,7 @@ class BlockPool:
     @property
     def num_published(self) -> int:
         """Blocks that a lookup could find."""
-        return len(self._published)
+        return len(self._by_key)
 
     def count_idle(self, blocks: list[int]) -> int:
         """How many of these blocks nobody owns."""
@@ -78,17 +82,21 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each, or None, and then nothing has changed."""
-        if count > self.available:
+        free, refs = self._free, self._refs
+        if count > len(free) + len(self._cached):
             return None
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self.unpublish(block)
-            self._refs[block] = 1
+        first = max(len(free) - count, 0)
+        blocks = free[first:]
+        blocks.reverse()
+        del free[first:]
+        cached, keys, by_key = self._cached, self._keys, self._by_key
+        for _ in range(count - len(blocks)):
+            block, _ = cached.popitem(last=False)
+            del by_key[keys[block]]
+            keys[block] = ROOT
             blocks.append(block)
+        for block in blocks:
+            refs[block] = 1
         return blocks
 
     def acquire(self, block: int) -> None:
@@ -99,27 +107,35 @@ class BlockPool:
 
     def release(self, blocks: list[int]) -> None:
         """One owner less of each. Given in table order; the tail of a prefix is evicted before its head."""
+        refs, keys, cached, free = self._refs, self._keys, self._cached, self._free
         for block in reversed(blocks):
-            if self._refs[block] <= 0:
+            left = refs[block] - 1
+            if left < 0:
                 raise RuntimeError(f"block {block} is released but nobody owns it")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if block in self._published:
-                    self._cached[block] = None
+            refs[block] = left
+            if left == 0:
+                if keys[block]:
+                    cached[block] = None
                 else:
-                    self._free.append(block)
+                    free.append(block)
 
     def publish(self, block: int, key: bytes, tokens: I32) -> None:
         """Let later lookups find an owned block. A key that is known already keeps its first block."""
-        if key not in self._by_key and block not in self._published:
-            self._by_key[key] = block
-            self._published[block] = _Published(key, tokens.tobytes())
+        self.publish_all([block], [key], [tokens.tobytes()])
+
+    def publish_all(self, blocks: list[int], keys: list[bytes], tokens: list[bytes]) -> None:
+        """`publish` each of them but the null block, which stands for what a row has left behind."""
+        by_key, key_of, tokens_of = self._by_key, self._keys, self._tokens
+        for block, key, held in zip(blocks, keys, tokens, strict=True):
+            if key not in by_key and not key_of[block] and block != NULL_BLOCK:
+                by_key[key] = block
+                key_of[block], tokens_of[block] = key, held
 
     def unpublish(self, block: int) -> None:
         """Later lookups do not find this block; its owners keep it."""
-        entry = self._published.pop(block, None)
-        if entry is not None:
-            del self._by_key[entry.key]
+        key, self._keys[block] = self._keys[block], ROOT
+        if key:
+            del self._by_key[key]
             if block in self._cached:
                 del self._cached[block]
                 self._free.append(block)
@@ -132,13 +148,13 @@ class BlockPool:
 
     def unpublish_all(self) -> None:
         """Forget every prefix: after a change of weights no cached key or value is right."""
-        for block in list(self._published):
+        for block in list(self._by_key.values()):
             self.unpublish(block)
 
     def lookup(self, key: bytes, tokens: I32) -> int | None:
         """The block that holds these tokens after that prefix, if there is one."""
         block = self._by_key.get(key)
-        if block is None or self._published[block].tokens != tokens.tobytes():
+        if block is None or self._tokens[block] != tokens.tobytes():
             return None
         return block
 
@@ -158,5 +174,5 @@ class BlockPool:
             raise RuntimeError(f"free {sorted(free)} and cached {sorted(cached)} are not the idle {sorted(idle)}")
         if self._refs[NULL_BLOCK] or NULL_BLOCK in free | cached:
             raise RuntimeError("the null block is in use")
-        if {self._by_key[e.key] for e in self._published.values()} != set(self._published):
+        if self._by_key != {key: block for block, key in enumerate(self._keys) if key}:
             raise RuntimeError("the prefix index and the published blocks disagree")

@@ -81,7 +81,12 @@ class Completion:
     def finish(self, end: Finished) -> None:
         """Takes the engine's final word, unless a stop string comes before it."""
         stopped = end.stop_token is not None and not self.group.params.include_stop_str_in_output
-        for token in end.token_ids[self.count :].tolist():  # those that were not streamed
+        rest = end.token_ids[self.count :].tolist()  # those that were not streamed
+        if self.detokenizer is None and self.reader is None:  # nothing but ids; this thread holds up the loop's
+            self.token_ids += rest
+            self.count += len(rest)
+            rest = []
+        for token in rest:
             self.append(token, has_text=not (stopped and self.count + 1 == len(end.token_ids)))
             if self.reason is not None:
                 return
