@@ -276,6 +276,21 @@ def split_rule() -> None:
         torch.cuda.empty_cache()
 
 
+def long_context() -> None:
+    """Few long sequences: into how many items each is split, and how much a merging program takes at a time."""
+    hq, hk, d = SHAPES["8B"]
+    params = AttentionParams(d**-0.5)
+    tried = [(64, 4096), (64, 8192), (2, 4096), (2, 8192), (3, 4096), (4, 4096), (4, 8192)]
+    configs = [DecodeConfig(resident=resident, merged=merged) for resident, merged in tried]
+    for batch, ctx in ((1, 1024), (1, 4096), (1, 16384), (1, 32768), (1, 65536), (1, 131072), (4, 32768), (8, 16384)):
+        sequences = [(1, ctx - 1)] * batch
+        q, _, context = make_step(sequences, hq, hk, d, layers=layers_for(sequences, hk, d))
+        times = {f"{c.resident}/{c.merged}": call_us(q, context, params, decode_config=c) for c in configs}
+        record("long", batch=batch, ctx=ctx, floor_us=batch * ctx * hk * d * 4 / READ_TB_S / 1e6, **times)
+        del context
+        torch.cuda.empty_cache()
+
+
 def prefill_table() -> None:
     hq, hk, d = SHAPES["8B"]
     params = AttentionParams(d**-0.5)
@@ -388,6 +403,7 @@ def main() -> int:
         ("races", races),
         ("decode 8B", lambda: decode_table("8B", DECODE_VARIANTS)),
         ("split", split_rule),
+        ("long", long_context),
         ("prefill", prefill_table),
         ("mixed", mixed),
         ("drafts", drafts),

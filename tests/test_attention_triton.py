@@ -169,7 +169,7 @@ class Case:
 def small_decode(**changes: Any) -> Any:
     from gapless.attention.triton_decode import DecodeConfig
 
-    return replace(DecodeConfig(block_n=16, min_split=16, whole=20, even=0, programs=8), **changes)
+    return replace(DecodeConfig(block_n=16, min_split=16, whole=20, even=0, programs=8, resident=64), **changes)
 
 
 DECODE = Shape(((1, 0), (1, 36), (1, 100), (1, 15)), decode_only=True)
@@ -225,6 +225,22 @@ def test_what_is_nearly_equal_is_not_split() -> None:
     if not torch.cuda.is_available():
         assert int(plan.first[0]) == 5
         assert (plan.first[1:4] == -1).all()
+
+
+@runs_kernels
+def test_a_long_sequence_is_split_into_what_fills_the_device_once() -> None:
+    case = Case(replace(DECODE, sequences=((1, 0), (1, 390), (1, 40))), seed=5)
+    want = case.check(decode_config=small_decode(programs=80))
+    (plan,) = case.context.scratch.values()
+    most = int(plan.first[0])
+    case.context.scratch.clear()
+    got = case.check(decode_config=small_decode(programs=80, resident=10))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    (plan,) = case.context.scratch.values()
+    if not torch.cuda.is_available():  # five items a head: 391 tokens in five of 80, 41 in three of 16
+        assert most > 9
+        assert plan.first.tolist() == [9, -1, 1, 6]
+        assert (plan.items[:9, 1] < plan.items[:9, 2]).all()
 
 
 MIXED = Shape(((1, 40), (9, 0), (2, 11), (23, 18), (0, 0), (1, 7)), padding=(2, 5))

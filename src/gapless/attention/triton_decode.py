@@ -32,11 +32,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class DecodeConfig:
     """``programs`` per multiprocessor is what the plan aims at, ``min_split`` tokens its narrowest split.
 
-    Where the sequences alone occupy most of the device, those of up to ``whole`` tokens are not split: the merge would
-    cost more than the split gains (H200, batch 32, context 512: 24 us against 33). Nor is, for the same reason, a
-    sequence of up to ``most`` tokens that is at most ``even`` times what a program has to do on average, at
-    ``programs`` for each multiprocessor: it takes no longer than the others, which share the same bandwidth (batch 32,
-    context 1,024: 40 us against 48; batch 256, context 640: 164 against 179). Longer ones hide the merge.
+    Where the sequences alone occupy most of the device, those of up to ``whole`` tokens are not split: the merge
+    would cost more than the split gains (H200, batch 32, context 512: 24 us against 33). Nor is, for the same
+    reason, a sequence of up to ``most`` tokens that is at most ``even`` times what a program has to do on average,
+    at ``programs`` for each multiprocessor: it takes no longer than the others, which share the same bandwidth
+    (batch 32, context 1,024: 40 us against 48; batch 256, context 640: 164 against 179). Longer ones hide the
+    merge. And no sequence is split into more items than fill the device once, ``resident`` for each multiprocessor:
+    they would only make its merge longer, which one program does, ``merged`` numbers at a time.
     """
 
     block_n: int = 64
@@ -47,7 +49,13 @@ class DecodeConfig:
     whole: int = 640
     even: int = 6
     most: int = 2048
+    resident: int = 2
+    merged: int = 8192
     last_arriver_merges: bool = True
+
+    def merged_at_once(self, rows: int, padded: int) -> int:
+        """Partial results of ``rows`` rows and ``padded`` numbers each that a merging program loads together."""
+        return max(1, min(16, self.merged // (rows * padded)))
 
 
 # (compute capability major, padded head size, bytes per element); 0 stands for every other device.
@@ -79,9 +87,9 @@ class DecodePlan:
     counters: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["S", "X", "NC", "MIN_SPLIT", "WHOLE", "EVEN", "MOST"])
+@triton.jit(do_not_specialize=["S", "X", "NC", "MIN_SPLIT", "WHOLE", "EVEN", "MOST", "ONCE"])
 def _plan_kernel(
-    qsl_ptr, lens_ptr, rows_ptr, items_ptr, first_ptr, counters_ptr, S, X, NC, MIN_SPLIT, WHOLE, EVEN, MOST,
+    qsl_ptr, lens_ptr, rows_ptr, items_ptr, first_ptr, counters_ptr, S, X, NC, MIN_SPLIT, WHOLE, EVEN, MOST, ONCE,
     SP: tl.constexpr, WINDOW: tl.constexpr, QMAX: tl.constexpr, BN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, SP)
@@ -99,11 +107,12 @@ def _plan_kernel(
     share = tl.cdiv(tl.sum(work, 0), X)
     per = tl.maximum(share, MIN_SPLIT)
     per = tl.cdiv(per, BN) * BN
-    n = tl.cdiv(work, per)
+    n = tl.minimum(tl.cdiv(work, per), ONCE)
     many = tl.sum((work > 0).to(tl.int32), 0) * 5 >= X
     n = tl.where((work > 0) & ((many & (work <= WHOLE)) | ((work <= EVEN * share) & (work <= MOST))), 1, n)
-    # As many items as `per` asks for, but equally wide; none of them comes out empty, since width <= per.
+    # Equally wide, and none of them empty: whole tiles may make fewer of them.
     width = tl.cdiv(tl.cdiv(work, tl.maximum(n, 1)), BN) * BN
+    n = tl.cdiv(work, tl.maximum(width, 1))
     if FILL:  # decode only: an empty item for each padding token makes its output zero instead of old memory
         pad = real & (q_len <= 0)
         start = tl.where(pad, tl.load(qsl_ptr + S) + tl.cumsum(pad.to(tl.int32), 0) - 1, start)
@@ -319,7 +328,8 @@ def _get_plan(
     if isinstance(plan, DecodePlan):
         return plan
     s = context.seq_lens.shape[0]
-    extra = max(1, -(-cfg.programs * device_facts(device)[1] // hk))
+    multiprocessors = device_facts(device)[1]
+    extra = max(1, -(-cfg.programs * multiprocessors // hk))
     w = s + extra
     items = torch.empty((w, FIELDS.value), dtype=torch.int32, device=device)
     first = torch.empty(1 + s, dtype=torch.int32, device=device)
@@ -328,6 +338,7 @@ def _get_plan(
     _plan_kernel[(1,)](
         context.query_start_loc, context.seq_lens, context.rows, items, first, counters,
         s, extra, counters.numel(), cfg.min_split, cfg.whole, cfg.even, cfg.most,
+        max(1, cfg.resident * multiprocessors // hk),
         SP=sp, WINDOW=window, QMAX=qmax, BN=cfg.block_n, FILL=context.decode_only, num_warps=4,
     )  # fmt: skip
     plan = DecodePlan(items, first, counters)
@@ -367,7 +378,7 @@ def decode(
         q, keys, kv_cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse,
         out, params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
         keys.stride(1), keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=dp, B=b,
-        QMAX=max_query_len, MP=max(16, rb), RB=rb, CHUNK=max(1, min(16, 4096 // (rb * dp))), BN=cfg.block_n,
+        QMAX=max_query_len, MP=max(16, rb), RB=rb, CHUNK=cfg.merged_at_once(rb, dp), BN=cfg.block_n,
         WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=cfg.last_arriver_merges, num_warps=cfg.warps,
         num_stages=cfg.stages,
     )  # fmt: skip

@@ -331,7 +331,7 @@ def early_attend(
         q, keys, cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse, out,
         params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
         keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=padded, B=block, QMAX=most,
-        MP=max(16, rows), RB=rows, CHUNK=max(1, min(16, 4096 // (rows * padded))), BN=config.block_n,
+        MP=max(16, rows), RB=rows, CHUNK=config.merged_at_once(rows, padded), BN=config.block_n,
         WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=True, PDL=pdl, num_warps=config.warps,
         num_stages=config.stages, launch_pdl=True,
     )  # fmt: skip
