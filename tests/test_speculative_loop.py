@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from drafts import oracle
@@ -206,7 +206,11 @@ def test_rows_of_low_acceptance_go_on_with_plain_steps(depth: int) -> None:
     first_plain = widths.index(1, 1)
     assert widths[first_plain : first_plain + 10] == [1] * 10, "plain steps, until the pause is over"
     assert sum(width == 1 for width in widths) > 60
-    assert np.count_nonzero(np.diff(widths)) >= 3
+    trials = [len(list(run)) for width, run in itertools.groupby(widths[1:]) if width > 1]
+    assert len(trials) >= 3
+    assert trials[0] >= 4
+    # A quarter of the patience, the steps in flight by then, and those that must follow their unknown ends.
+    assert min(trials[1:]) <= 1 + 2 * (depth - 1)
 
 
 def test_a_request_can_refuse_drafts() -> None:

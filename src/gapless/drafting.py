@@ -103,6 +103,7 @@ class Drafting:
         self._blocks = blocks
         self._resume_at = np.zeros(count, np.int32)  # drafts from this many tokens on
         self._pause = np.zeros(count, np.int32)
+        self._patience = np.zeros(count, np.int32)
         self._tried = np.zeros(count, np.int32)  # steps since the row was judged
         self._accepted = np.zeros(count, np.int32)  # drafts accepted in them
 
@@ -118,7 +119,7 @@ class Drafting:
         never = request.params.speculative is False or self._rows.constrained[row]
         self._resume_at[row] = NEVER if never else 0
         self._rows.needs_prompt[row] |= self.config.reads_prompt and not never
-        self._pause[row] = self.config.pause
+        self._pause[row], self._patience[row] = self.config.pause, self.config.patience
 
     def check(self) -> None:
         """Raise `RuntimeError` where slack and steps in flight disagree."""
@@ -252,18 +253,20 @@ class Drafting:
         for i in range(self.num_drafts):
             stats.proposed[i] += int(np.count_nonzero(proposed > i))
             stats.accepted[i] += int(np.count_nonzero(accepted > i))
+        if not config.min_accepted:
+            return
+        trying = self._resume_at[rows] <= self._rows.total[rows]  # else the row has stopped since the step was planned
+        rows, accepted = rows[trying], accepted[trying]
         self._tried[rows] += 1
         self._accepted[rows] += accepted
-        judged = rows[self._tried[rows] >= config.patience]
-        if not len(judged) or not config.min_accepted:
-            return
+        judged = rows[self._tried[rows] >= self._patience[rows]]
         low = self._accepted[judged] < config.min_accepted * self._tried[judged]
         stopping, going_on = judged[low], judged[~low]
         self._tried[judged] = self._accepted[judged] = 0
-        self._pause[going_on] = config.pause
+        self._patience[going_on], self._pause[going_on] = config.patience, config.pause
         if len(stopping):
-            drafting = stopping[self._resume_at[stopping] <= self._rows.total[stopping]]
-            stats.stopped += len(drafting)
+            stats.stopped += len(stopping)
             once = config.method == "draft_model"
-            self._resume_at[drafting] = NEVER if once else self._rows.total[drafting] + self._pause[drafting]
-            self._pause[drafting] = np.minimum(2 * self._pause[drafting], LONGEST_PAUSE)
+            self._resume_at[stopping] = NEVER if once else self._rows.total[stopping] + self._pause[stopping]
+            self._pause[stopping] = np.minimum(2 * self._pause[stopping], LONGEST_PAUSE)
+            self._patience[stopping] = -(-config.patience // 4)

@@ -20,9 +20,9 @@ class SpeculativeConfig:
     """How drafts are made, and when a request stops asking for them.
 
     A row that drafts is judged after every ``patience`` of its committed steps: if they accepted fewer than
-    ``min_accepted`` drafts each, it goes on without drafts. With ``ngram`` it tries again after ``pause`` tokens, and
-    each trial that fails doubles its next pause. With ``draft_model`` it does not: the draft model's cache has a hole
-    by then.
+    ``min_accepted`` drafts each, it goes on without drafts. With ``ngram`` it tries again after ``pause`` tokens, for a
+    quarter of ``patience``, and each trial that fails doubles its next pause. With ``draft_model`` it does not: the
+    draft model's cache has a hole by then.
 
     Attributes:
         method: ``ngram`` continues the request's own tokens where their latest ones occurred before; ``draft_model``
@@ -40,7 +40,7 @@ class SpeculativeConfig:
     model: Any = None
     min_ngram: int = 2
     max_ngram: int = 4
-    min_accepted: float = 0.3
+    min_accepted: float = 0.5
     patience: int = 8
     pause: int = 64
 
