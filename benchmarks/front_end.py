@@ -4,9 +4,13 @@
 
 Three processes: the real front end; an engine of which there is nothing but its messages, one a step with a token for
 each stream, at a steady pace; and a client that throws away what it reads. The figure is the CPU time of the front
-end's process, divided by the tokens. ``tokens/chunk`` says whether it kept up: 1 is one event for each token.
+end's process, divided by the tokens, while all streams run: neither their first nor their last tokens count.
+``tokens/chunk`` says whether it kept up: 1 is one event for each token. Small ids are drawn more often than large ones,
+as in texts.
 
-``--profile`` prints where the time goes (and is slower by it). ``--mode process`` measures `OutputProcessor` alone.
+``--mode asgi`` and ``--mode write`` say what can be reached, with the same pace, client and bytes: bare uvicorn, whose
+tasks send one ready chunk a step each, and bare writes to uvloop's transports. ``--mode process`` measures
+`OutputProcessor` alone. ``--profile`` prints where the time goes (and is slower by it).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import pstats
 import resource
@@ -29,7 +34,8 @@ from typing import Any
 
 import numpy as np
 
-NO_IDS = np.zeros(0, np.int64)
+CHUNK = 220
+"""Bytes of an event of /v1/completions."""
 
 
 def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
@@ -69,7 +75,7 @@ def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
             continue
         due += interval
         ids = np.array(list(open_), np.int64)
-        drawn = rng.integers(100, vocab, len(ids)).astype(np.int32)
+        drawn = draw(rng, vocab, len(ids))
         finished = []
         for (request, so_far), token in zip(list(open_.values()), drawn, strict=True):
             so_far.append(token)
@@ -80,6 +86,11 @@ def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
         stats.steps += 1
         message = StepMessage(ids, drawn, tuple(finished), time.monotonic())
         connection.sendall(encode(Step(message, stats, scheduler)))
+
+
+def draw(rng: np.random.Generator, vocab: int, *shape: int) -> Any:
+    """Tokens, low ids more often."""
+    return (100 + (vocab - 100) * rng.random(shape) ** 4).astype(np.int32)
 
 
 def client(port: int, streams: int, path: str, body: dict[str, Any]) -> None:
@@ -107,6 +118,7 @@ async def measure(arguments: argparse.Namespace, streams: int, profile: cProfile
     """One row of the table."""
     from gapless.server.lifecycle import Lifecycle
     from gapless.server.options import ServerOptions
+    from gapless.text.detokenizer import decode_whole
 
     interval = arguments.interval_us * streams / 1e6
 
@@ -118,7 +130,7 @@ async def measure(arguments: argparse.Namespace, streams: int, profile: cProfile
     port: list[int] = []
     options = ServerOptions(port=0, log_level="warning", access_log=False, served_model_name="none")
     options = ServerOptions(**{**asdict(options), "tokenizer": arguments.tokenizer})
-    server = Lifecycle("none", options, {}, None, start, lambda bound: port.append(bound.getsockname()[1]))
+    server = Lifecycle("none", options, {}, None, start, lambda bound: port.append(bound.getsockname()[1]), gc.freeze)
     running = asyncio.create_task(server.run())
     while server.serving.opened is None:
         await asyncio.sleep(0.05)
@@ -129,33 +141,113 @@ async def measure(arguments: argparse.Namespace, streams: int, profile: cProfile
     else:
         body = {"prompt": "Hello"}
     body |= {"stream": True, "max_tokens": arguments.tokens, "ignore_eos": True}
-    own = [sys.executable, __file__, "--client", str(port[0]), "--path", arguments.path, "--body", json.dumps(body)]
-    asking = await asyncio.create_subprocess_exec(*own, "--streams", str(streams), stdout=subprocess.PIPE)
+    decode_whole(server.serving.prompts.tokenizer, range(arguments.vocab))  # a server that has run has seen all tokens
+    window = Window(arguments.tokens, profile)
     front_end = server.serving.front_end
-    while front_end.sequences < streams:
-        await asyncio.sleep(0.01)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    if profile is not None:
-        profile.enable()
-    start_time = time.monotonic()
-    out, _ = await asking.communicate()
-    if profile is not None:
-        profile.disable()
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = time.monotonic() - start_time
+    front_end._on_step = lambda step: window.step(step.engine.steps)
+    events = await ask(arguments, streams, port[0], body)
     server.stop()
     await running
-    tokens = streams * arguments.tokens
-    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-    return {
-        "streams": streams,
-        "path": arguments.path,
-        "us_per_token": round((user + system) / tokens * 1e6, 2),
-        "user_us": round(user / tokens * 1e6, 2),
-        "system_us": round(system / tokens * 1e6, 2),
-        "tokens_per_chunk": round(tokens / max(int(out) - (streams if "chat" in arguments.path else 0), 1), 2),
-        "core_share": round((user + system) / seconds, 2),
+    return window.row(streams, arguments) | {
+        "tokens_per_chunk": round(streams * arguments.tokens / max(events - streams * ("chat" in arguments.path), 1), 2)
     }
+
+
+async def ask(arguments: argparse.Namespace, streams: int, port: int, body: dict[str, Any]) -> int:
+    """Run the client; how many events came."""
+    own = [sys.executable, __file__, "--client", str(port), "--path", arguments.path, "--body", json.dumps(body)]
+    asking = await asyncio.create_subprocess_exec(*own, "--streams", str(streams), stdout=subprocess.PIPE)
+    out, _ = await asking.communicate()
+    return int(out)
+
+
+class Window:
+    """The CPU time of this process between two steps."""
+
+    def __init__(self, tokens: int, profile: cProfile.Profile | None) -> None:
+        self._first, self._last = max(tokens // 10, 1), tokens - max(tokens // 10, 1)
+        self._profile = profile
+        self._at: list[tuple[float, float, float]] = []
+
+    def step(self, number: int) -> None:
+        """Call it after each."""
+        if number in (self._first, self._last):
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            self._at.append((used.ru_utime, used.ru_stime, time.monotonic()))
+            if self._profile is not None:
+                (self._profile.enable if number == self._first else self._profile.disable)()
+
+    def row(self, streams: int, arguments: argparse.Namespace) -> dict[str, Any]:
+        """Of the table."""
+        user, system, seconds = (b - a for a, b in zip(*self._at, strict=True))
+        tokens = streams * (self._last - self._first)
+        return {
+            "mode": arguments.mode,
+            "streams": streams,
+            "path": arguments.path,
+            "us_per_token": round((user + system) / tokens * 1e6, 2),
+            "user_us": round(user / tokens * 1e6, 2),
+            "system_us": round(system / tokens * 1e6, 2),
+            "core_share": round((user + system) / seconds, 2),
+        }
+
+
+async def floor(arguments: argparse.Namespace, streams: int, profile: cProfile.Profile | None) -> dict[str, Any]:
+    """Chunks of the usual size, without anything that makes them."""
+    chunk = b"data: " + b"x" * (CHUNK - 8) + b"\n\n"
+    window, interval = Window(arguments.tokens, profile), arguments.interval_us * streams / 1e6
+    loop = asyncio.get_running_loop()
+    transports: list[asyncio.Transport] = []
+    steps: list[asyncio.Future[None]] = [loop.create_future() for _ in range(arguments.tokens + 1)]
+    open_ = 0
+
+    class Bare(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            nonlocal open_
+            transports.append(transport)  # type: ignore[arg-type]
+            open_ += 1
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal open_
+        open_ += 1
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for step in steps[:-1]:
+            await step
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    import uvicorn
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    port = listening.getsockname()[1]
+    bare = arguments.mode == "write"
+    if bare:
+        await loop.create_server(Bare, sock=listening)
+    else:
+        config = uvicorn.Config(app, http="httptools", lifespan="off", log_level="warning", access_log=False)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listening]))
+    asking = asyncio.create_task(ask(arguments, streams, port, {}))
+    while open_ < streams:
+        await asyncio.sleep(0.01)
+    framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+    due = time.monotonic()
+    for number, step in enumerate(steps):
+        if bare:
+            for transport in transports:
+                transport.write(framed)
+        else:
+            step.set_result(None)
+        window.step(number)
+        due += interval
+        await asyncio.sleep(max(due - time.monotonic(), 0.0))
+    for transport in transports:
+        transport.close()
+    await asking
+    if not bare:
+        server.should_exit = True
+        await serving
+    return window.row(streams, arguments)
 
 
 def process_only(arguments: argparse.Namespace, streams: int) -> dict[str, Any]:
@@ -174,7 +266,7 @@ def process_only(arguments: argparse.Namespace, streams: int) -> dict[str, Any]:
         outputs.add(RequestGroup(str(i), None, prompt, params, [i], ignore, tokenizer=tokenizer, mode="delta"))
     ids = np.arange(streams, dtype=np.int64)
     rng = np.random.default_rng(0)
-    drawn = rng.integers(100, arguments.vocab, (arguments.tokens, streams)).astype(np.int32)
+    drawn = draw(rng, arguments.vocab, arguments.tokens, streams)
     start = time.process_time()
     for tokens in drawn:
         outputs.process(StepMessage(ids, tokens, (), 0.0))
@@ -191,7 +283,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--interval-us", type=float, default=150.0, help="pace of the engine, for each token")
     parser.add_argument("--path", default="/v1/completions")
-    parser.add_argument("--mode", choices=("server", "process"), default="server")
+    parser.add_argument("--mode", choices=("server", "asgi", "write", "process"), default="server")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--interval", type=float, help=argparse.SUPPRESS)
@@ -216,7 +308,8 @@ def main() -> None:
             print(json.dumps(process_only(arguments, streams)))
             continue
         with asyncio.Runner(loop_factory=factory) as runner:
-            print(json.dumps(runner.run(measure(arguments, streams, profile))), flush=True)
+            work = measure if arguments.mode == "server" else floor
+            print(json.dumps(runner.run(work(arguments, streams, profile))), flush=True)
         if profile is not None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(arguments.profile)
 

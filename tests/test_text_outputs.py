@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -273,6 +274,79 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
     assert len(caplog.records) == 1
     assert good.result == ("aaa", a * 3, "length", None)
     assert side.processor.pending == 0
+
+
+def test_a_text_that_cannot_be_taken_harms_no_other() -> None:
+    bad, good = Client(ids=(1, 2)), Client(ids=(3,))
+
+    def fail(index: int, text: str, tokens: int) -> bool:
+        raise KeyError("client bug")
+
+    bad.group.on_text = fail
+    side = Side(bad, good)
+    a = letters("a")
+    for _ in range(2):
+        side.feed([(1, *a), (2, *a), (3, *a)])
+    side.feed([], [end(3, a * 2)])
+    assert side.stopped == [1, 2]
+    assert [type(e) for e in bad.errors] == [KeyError]
+    assert bad.outputs == []
+    assert good.result == ("aa", a * 2, "length", None)
+    assert side.processor.pending == 0
+
+
+@given(
+    texts=st.lists(st.text("abc€", min_size=1, max_size=8), min_size=1, max_size=3),
+    stop=st.lists(st.text("abc", min_size=1, max_size=3), max_size=1),
+    takes=st.lists(st.booleans(), min_size=1, max_size=9),
+    width=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_texts_that_are_taken_and_outputs_are_the_whole(
+    texts: list[str], stop: list[str], takes: list[bool], width: int
+) -> None:
+    """What `on_text` takes and what comes as outputs are, in their order, what outputs alone would have been."""
+    wholes = []
+    for offers in (False, True):
+        client, answers, offered = Client(ids=range(len(texts)), stop=stop), itertools.cycle(takes), [0]
+        said = [("", 0) for _ in texts]
+
+        def add(index: int, text: str, tokens: int, said: list[tuple[str, int]] = said) -> None:
+            said[index] = said[index][0] + text, said[index][1] + tokens
+
+        def take(
+            index: int, text: str, tokens: int, add: Any = add, answers: Any = answers, offered: list[int] = offered
+        ) -> bool:
+            offered[0] += 1
+            if taken := next(answers):
+                add(index, text, tokens)
+            return taken
+
+        def output(output: RequestOutput, client: Client = client, add: Any = add) -> None:
+            client.outputs.append(output)
+            for c in output.outputs:
+                add(c.index, c.text, len(c.token_ids))
+
+        client.group.on_output = output
+        client.group.on_text = take if offers else None
+        side = Side(client)
+        tokens = [byte_level().encode(text, add_special_tokens=False) for text in texts]
+        for step in range(0, max(map(len, tokens)), width):
+            side.feed([(i, t) for i, ids in enumerate(tokens) for t in ids[step : step + width]])
+        side.feed([], [end(i, ids, "abort" if i in side.stopped else "length") for i, ids in enumerate(tokens)])
+        assert offered[0] > 0 or not offers or len(side.stopped) == len(texts)
+        reasons = {c.index: (c.finish_reason, c.stop_reason) for o in client.outputs for c in o.outputs if c.finished}
+        wholes.append((said, reasons, side.processor.pending))
+    assert wholes[0] == wholes[1]
+
+
+@pytest.mark.parametrize("given", [{"mode": "stream"}, {"mode": "final"}, {"logprobs": 1}, {"prompt_logprobs": 1}])
+def test_text_alone_is_not_offered_where_more_is_asked_for(given: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"mode": "delta", "ids": [1], "request_id": "r", "prompt": None, "on_output": print}
+    own = {name: given[name] for name in given if name != "mode"}
+    arguments |= {"prompt_token_ids": np.array([5], np.int32), "params": SamplingParams(**own)}
+    arguments |= {"mode": given.get("mode", "delta"), "on_text": lambda index, text, tokens: True}
+    assert RequestGroup(**arguments).on_text is None
 
 
 def test_a_tokenizer_that_raises_harms_no_other() -> None:

@@ -39,6 +39,7 @@ from gapless.request import (
 )
 from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt, encode_chat, encode_prompt
+from gapless.text.completion import TakeText
 from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
 from gapless.text.vocabulary import bad_word_ids, check_vocabulary
 
@@ -69,6 +70,7 @@ class Submission:
     priority: int = 0
     cache_salt: str | None = None
     lora: str | None = None  # name of a loaded adapter
+    on_text: TakeText | None = None  # see `RequestGroup`
 
 
 def _capture_bar(keys: list[Key]) -> Any:
@@ -312,6 +314,7 @@ class EngineClient:
             tokenizer=self.tokenizer,
             arrival_time=requests[0].arrival,
             mode=submission.mode,
+            on_text=submission.on_text,
         )
         return group
 

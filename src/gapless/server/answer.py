@@ -79,6 +79,7 @@ class Answer:
         if form.forced is not None:
             self._tools = ForcedParser(form.forced or None)
         self.calls = 0
+        self.is_plain = form.is_plain
 
     def push(self, text: str, *, last: bool) -> Pieces:
         """What ``text`` adds; with ``last`` also what was held back."""

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from gapless.request import CompletionOutput, RequestOutput, SamplingParams
 from gapless.server import sse
-from gapless.server.answer import Answer, AnswerForm
+from gapless.server.answer import Answer, AnswerForm, Pieces
 from gapless.server.errors import bad_request, unsupported
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs
 from gapless.server.protocol import (
@@ -144,29 +144,60 @@ class _Events:
         self._answers = dict[int, Answer]()
         self._generated = 0
         special = call.writer is not None or self._continuous or bool(call.body.return_token_ids)
-        self._plain: sse.PlainEvents | None = None
-        if call.form.is_plain and not special:
-            self._plain = sse.PlainEvents(lambda i, text: call.chunk([ChunkChoice(i, Delta(content=text))]))
+        self._special = special
+        self._content = dict[int, sse.PlainEvent]()  # of those that have begun
+        self._thought = dict[int, sse.PlainEvent]()
 
     def take(self, outputs: dict[int, RequestOutput]) -> bytes:
         """What is new."""
-        call, parts, plain = self._call, list[bytes](), self._plain
+        call, parts = self._call, list[bytes]()
         for output in outputs.values():
             for c in output.outputs:
                 raise_if_failed(c.finish_reason, c.stop_reason)
-                self._generated += len(c.token_ids)
-                answer = self._answers.get(c.index)
-                if plain is not None and c.finish_reason is None and answer is not None:
-                    parts.append(plain.data(c.index, c.text))
+                event = None if c.finished else self.text(0, c.index, c.text, len(c.token_ids))
+                if event is not None:
+                    parts.append(event)
                     continue
+                self._generated += len(c.token_ids)
                 chunks = list[ChunkChoice]()
+                answer = self._answers.get(c.index)
                 if answer is None:
-                    answer = self._answers[c.index] = Answer(call.form)
+                    answer = self._begin(c.index)
                     chunks.append(ChunkChoice(c.index, Delta(role="assistant", content="")))
-                chunks += _chunks(call, c, answer)
+                pieces = answer.push(c.text, last=c.finished)
+                chunks += _chunks(call, c, answer, pieces)
                 counted = self._counted() if self._continuous else UNSET
                 parts += [sse.data(call.chunk([chunk], counted)) for chunk in chunks]
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _begin(self, index: int) -> Answer:
+        answer = self._answers[index] = Answer(self._call.form)
+        if not self._special:
+            chunk = self._call.chunk
+            self._content[index] = sse.PlainEvent(lambda text: chunk([ChunkChoice(index, Delta(content=text))]))
+            if self._call.form.reasoning:
+                self._thought[index] = sse.PlainEvent(
+                    lambda text: chunk([ChunkChoice(index, Delta(reasoning_content=text))])
+                )
+        return answer
+
+    def text(self, prompt: int, index: int, text: str, tokens: int) -> bytes | None:
+        """The events of what needs no other field."""
+        content = self._content.get(index)
+        if content is None:
+            return None
+        self._generated += tokens
+        answer = self._answers[index]
+        if answer.is_plain:
+            return content.data(text)
+        pieces = answer.push(text, last=False)
+        if pieces.calls:
+            deltas = _deltas(answer, pieces)
+            return b"".join(sse.data(self._call.chunk([ChunkChoice(index, delta)])) for delta in deltas)
+        found = self._thought[index].data(pieces.reasoning) if pieces.reasoning else b""
+        if pieces.content or not found:
+            found += content.data(pieces.content)
+        return found
 
     def _counted(self) -> Usage:
         return usage_of(self._call.prompt_tokens, self._generated)
@@ -176,9 +207,8 @@ class _Events:
         return sse.data(self._call.chunk([], self._counted())) if self._usage else b""
 
 
-def _chunks(call: Call, c: CompletionOutput, answer: Answer) -> list[ChunkChoice]:
-    """What is new of one answer: mostly one chunk."""
-    pieces = answer.push(c.text, last=c.finished)
+def _deltas(answer: Answer, pieces: Pieces) -> list[Delta]:
+    """What is new of one answer: mostly one."""
     deltas = list[Delta]()
     if pieces.reasoning:
         deltas.append(Delta(reasoning_content=pieces.reasoning))
@@ -186,7 +216,12 @@ def _chunks(call: Call, c: CompletionOutput, answer: Answer) -> list[ChunkChoice
         deltas.append(Delta(content=pieces.content))
     for number, found in enumerate(pieces.calls, answer.calls - len(pieces.calls)):
         deltas.append(Delta(tool_calls=[ToolCall(found.function, found.id, index=number)]))
-    chunks = [ChunkChoice(c.index, delta) for delta in deltas]
+    return deltas
+
+
+def _chunks(call: Call, c: CompletionOutput, answer: Answer, pieces: Pieces) -> list[ChunkChoice]:
+    """The same with the other fields of an output."""
+    chunks = [ChunkChoice(c.index, delta) for delta in _deltas(answer, pieces)]
     chunks[0].logprobs = _logprobs(call, c)
     if call.body.return_token_ids:
         chunks[0].token_ids = c.token_ids

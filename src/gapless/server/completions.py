@@ -157,32 +157,44 @@ class _Events:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._offsets = dict[int, int]()
         self._generated = 0
-        plain = call.writer is None and not (call.empty or self._continuous or call.body.return_token_ids)
-        self._plain = sse.PlainEvents(lambda i, text: call.completion([CompletionChoice(i, text)])) if plain else None
+        special = call.writer is not None or call.empty or self._continuous or call.body.return_token_ids
+        self._plain: dict[int, sse.PlainEvent] | None = None if special else {}  # of those that have begun
         self._with_prompt = dict[int, Any]()
 
     def take(self, outputs: dict[int, RequestOutput]) -> bytes:
         """What is new."""
-        call, parts, plain = self._call, list[bytes](), self._plain
+        call, parts = self._call, list[bytes]()
         for i, output in outputs.items():
             if output.prompt_logprobs is not None:
                 self._with_prompt[i] = output.prompt_logprobs
             output.prompt_logprobs = self._with_prompt.get(i)
             for c in output.outputs:
                 raise_if_failed(c.finish_reason, c.stop_reason)
-                self._generated += len(c.token_ids)
-                index = c.index + i * call.n
-                if plain is not None and c.finish_reason is None and index in self._offsets:
-                    parts.append(plain.data(index, c.text))
+                event = None if c.finished else self.text(i, c.index, c.text, len(c.token_ids))
+                if event is not None:
+                    parts.append(event)
                     continue
+                self._generated += len(c.token_ids)
                 counted = self._counted() if self._continuous else UNSET
                 parts.append(sse.data(call.completion([self._chunk(i, output, c)], counted)))
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def text(self, prompt: int, index: int, text: str, tokens: int) -> bytes | None:
+        """The event of what needs no other field."""
+        if not self._plain:
+            return None
+        plain = self._plain.get(index + prompt * self._call.n)
+        if plain is None:
+            return None
+        self._generated += tokens
+        return plain.data(text)
 
     def _chunk(self, i: int, output: RequestOutput, c: CompletionOutput) -> CompletionChoice:
         call = self._call
         index = c.index + i * call.n
         first = index not in self._offsets
+        if first and self._plain is not None:
+            self._plain[index] = sse.PlainEvent(lambda text: call.completion([CompletionChoice(index, text)]))
         text = "" if call.empty else c.text
         if first and call.echo:
             text = call.texts[i] + text

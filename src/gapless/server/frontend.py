@@ -15,9 +15,9 @@ import itertools
 import logging
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -328,10 +328,13 @@ class Sink:
 
     Attributes:
         make: bytes of outputs.
+        make_text: bytes of one completion's new text: of a prompt, the completion's index, the text, its tokens. None
+            if only an output will do.
         writer: of the client's connection.
     """
 
     make: Callable[[dict[int, RequestOutput]], bytes]
+    make_text: Callable[[int, int, str, int], bytes | None]
     writer: Writer
 
 
@@ -359,7 +362,7 @@ class Ticket:
         self.sequences = sequences
         self.prompt_tokens = prompt_tokens
         self.groups: list[RequestGroup] = []
-        self.generated: dict[int, Counter[int]] = {}  # new tokens by prompt, of each of its completions
+        self.generated: dict[int, dict[int, int]] = {}  # new tokens by prompt, of each of its completions
         self.reasons: list[str] = []  # of the completions that have ended
         self.started = False
         self.lora: str | None = None
@@ -374,7 +377,9 @@ class Ticket:
         self._interval = interval
         self._on_close = on_close
         self._ready = asyncio.Event()
+        self._woken = False  # the same, asked more often
         self._outputs: dict[int, RequestOutput] = {}
+        self._events: list[bytes] = []  # of this step, for the sink
         self._pending = 0
         self._open = 0
         self._error: BaseException | None = None
@@ -401,7 +406,25 @@ class Ticket:
             terms.priority,
             terms.cache_salt,
             terms.lora,
+            partial(self._put_text, index) if self._interval == 1 else None,
         )
+
+    def _put_text(self, index: int, number: int, text: str, tokens: int) -> bool:
+        """The short way of most tokens: no output is made, and no task wakes; see `RequestGroup.on_text`."""
+        sink = self.sink
+        if self._closed:
+            return True
+        if sink is None or self._woken or not sink.writer.ready:
+            return False
+        event = sink.make_text(index, number, text, tokens)
+        if event is None:
+            return False
+        self._events.append(event)
+        self.generated[index][number] += tokens
+        if not self._is_due:
+            self._is_due = True
+            self._due.append(self)
+        return True
 
     def _put(self, index: int, output: RequestOutput) -> None:
         if self._closed:
@@ -411,10 +434,12 @@ class Ticket:
             self._outputs[index] = output
         else:
             accumulate(before, output)
-        new, generated = 0, self.generated.setdefault(index, Counter())
+        new, generated = 0, self.generated.get(index)
+        if generated is None:
+            generated = self.generated[index] = {}
         for c in output.outputs:
             new += len(c.token_ids)
-            generated[c.index] += len(c.token_ids)
+            generated[c.index] = generated.get(c.index, 0) + len(c.token_ids)
             if c.finish_reason is not None:
                 self.reasons.append(c.finish_reason)
         self._pending += new
@@ -424,35 +449,46 @@ class Ticket:
             self._open -= 1
         elif self._pending > self._buffer_tokens:
             self.cut("slow reader")
-        if not wake or self._ready.is_set():
+        if not wake or self._woken:
             return
         if self.sink is None or output.finished:
-            self._ready.set()
+            self._wake()
         elif not self._is_due:  # once a step, however many of its prompts got something
             self._is_due = True
             self._due.append(self)
 
     def pump(self) -> None:
-        """Give what has come to the sink, or else to the task. At the end of a step that this ticket is due for."""
+        """Write what has come, or wake the task for it. At the end of a step that this ticket is due for."""
         self._is_due = False
+        events, self._events = self._events, []
         sink = self.sink
-        if self._closed or self._ready.is_set():
+        if self._closed or sink is None:
+            self._wake()
             return
-        if sink is None or not sink.writer.ready:
-            self._ready.set()
-            return
-        outputs, self._outputs, self._pending = self._outputs, {}, 0
         try:
-            if body := sink.make(outputs):
+            if self._outputs and not self._woken:
+                if sink.writer.ready:
+                    outputs, self._outputs, self._pending = self._outputs, {}, 0
+                    self._written = time.monotonic()
+                    events.append(sink.make(outputs))
+                else:
+                    self._wake()
+            if body := events[0] if len(events) == 1 else b"".join(events):
+                self._written = time.monotonic()
                 sink.writer.write(body)
         except Exception as error:
             self.fail(error)
-        self._written = time.monotonic()
+
+    def _wake(self) -> None:
+        """Have the task take what has come."""
+        if not self._woken:
+            self._woken = True
+            self._ready.set()
 
     def fail(self, error: BaseException) -> None:
         """The task gets ``error`` instead of more outputs."""
         self._error = self._error or error
-        self._ready.set()
+        self._wake()
 
     def cut(self, reason: str) -> None:
         """End the request because of its client, whatever its task is waiting for."""
@@ -470,7 +506,7 @@ class Ticket:
             ApiError: the request was ended.
         """
         left = timeout
-        while not self._ready.is_set():
+        while not self._woken:
             try:
                 async with asyncio.timeout(left):
                     await self._ready.wait()
@@ -478,6 +514,7 @@ class Ticket:
                 left = self._written + (timeout or 0.0) - time.monotonic()
                 if left <= 0:
                     return {}
+        self._woken = False
         self._ready.clear()
         if self._error is not None:
             raise answer_of(self._error) from self._error

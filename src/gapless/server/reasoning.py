@@ -38,6 +38,11 @@ class ReasoningSplitter:
 
     def push(self, text: str) -> tuple[str, str]:
         """What may be sent of the reasoning and of the answer, now that ``text`` has come."""
+        if not self._held:  # most texts: nothing in them can be a tag
+            if self._state == "answer":
+                return "", text
+            if self._state == "inside" and CLOSE[0] not in text:
+                return text, ""
         thought = ""
         text, self._held = self._held + text, ""
         if self._state == "before":

@@ -358,6 +358,10 @@ class _Events:
                 parts += self._writer.take(c)
         return b"".join(parts)
 
+    def text(self, prompt: int, index: int, text: str, tokens: int) -> bytes | None:
+        """None of them has the text alone."""
+        return None
+
     def finish(self) -> bytes:
         """Nothing: the last event came with the last token."""
         return b""

@@ -24,35 +24,32 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_encoder = msgspec.json.Encoder()
+_encode = msgspec.json.Encoder().encode
 
 
 def data(value: Any) -> bytes:
     """One event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+    return b"data: " + _encode(value) + b"\n\n"
 
 
-class PlainEvents:
+_MARK = "(the text)"
+
+
+class PlainEvent:
     """Writes events that differ in one text only, without encoding the rest of them again.
 
     Args:
-        example: the event for an index and a text.
+        example: makes the event for a text.
     """
 
-    _MARK = "(the text)"
+    __slots__ = ("_head", "_tail")
 
-    def __init__(self, example: Callable[[int, str], Any]) -> None:
-        self._example = example
-        self._ends = dict[int, tuple[bytes, bytes]]()
+    def __init__(self, example: Callable[[str], Any]) -> None:
+        self._head, self._tail = data(example(_MARK)).split(_encode(_MARK))
 
-    def data(self, index: int, text: str) -> bytes:
+    def data(self, text: str) -> bytes:
         """The same as `data` of the example."""
-        ends = self._ends.get(index)
-        if ends is None:
-            whole = data(self._example(index, self._MARK))
-            head, tail = whole.split(_encoder.encode(self._MARK))
-            ends = self._ends[index] = head, tail
-        return ends[0] + _encoder.encode(text) + ends[1]
+        return self._head + _encode(text) + self._tail
 
 
 async def disconnected(receive: Receive) -> None:
@@ -66,6 +63,12 @@ class Events(Protocol):
 
     def take(self, outputs: dict[int, RequestOutput], /) -> bytes:
         """Those for what is new, by prompt. Raises `ApiError` for what has failed."""
+
+    def text(self, prompt: int, index: int, text: str, tokens: int, /) -> bytes | None:
+        """Those for what is new of one completion, if its text is all that they say; else None, and it is for `take`.
+
+        ``tokens``: how many are new.
+        """
 
     def finish(self) -> bytes:
         """Those after the last token."""
@@ -152,7 +155,7 @@ class EventStream:
 
     async def _send_all(self, writer: Writer | None, send: Send) -> None:
         ticket, events = self._ticket, self._events
-        sink = None if writer is None else Sink(events.take, writer)
+        sink = None if writer is None else Sink(events.take, events.text, writer)
         while not ticket.exhausted:
             ticket.sink = sink if self._started else None  # only while this task waits: the order of events
             try:

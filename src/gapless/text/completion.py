@@ -23,6 +23,8 @@ from gapless.text.logprobs import LogprobReader
 from gapless.text.stop import StopMatcher
 
 OutputMode = Literal["final", "stream", "delta"]
+TakeText = Callable[[int, str, int], bool]
+"""Takes a completion's index, its new text and the number of its new tokens, or returns False."""
 
 
 def _ignore(error: BaseException) -> None:
@@ -76,7 +78,11 @@ class Completion:
                 raise RuntimeError(f"token {self.count} of completion {self.id} came without its log-probabilities")
             self.logprobs.append(self.reader.read(token, record))
         if has_text and self.detokenizer is not None:
-            self._add_text(self.detokenizer.push(token), self.count)
+            text = self.detokenizer.push(token)
+            if self.matcher is not None:
+                self._add_text(text, self.count)
+            elif text:
+                self.parts.append(text)
 
     def finish(self, end: Finished) -> None:
         """Takes the engine's final word, unless a stop string comes before it."""
@@ -130,6 +136,16 @@ class Completion:
         if text:
             self.parts.append(text)
 
+    def hand_text(self, take: TakeText) -> bool:
+        """Offer what is new as text alone; whether it was taken. Only in delta mode and without log-probabilities."""
+        parts = self.parts
+        text = parts[0] if len(parts) == 1 else "".join(parts)
+        if not take(self.index, text, len(self.token_ids)):
+            return False
+        parts.clear()
+        self.token_ids.clear()
+        return True
+
     def output(self) -> CompletionOutput:
         """What to hand over now: everything so far, or in delta mode what is new."""
         text = "".join(self.parts)
@@ -158,6 +174,9 @@ class RequestGroup:
         on_output: called on the output thread. If it raises, the request is ended and `on_error` gets the
             exception.
         on_error: called once, on the thread that found the error, if the request cannot be finished.
+        on_text: in mode "delta", offered the new text of a completion that has not ended; what it takes does not come
+            as an output. Making the objects of an output costs more than the text. Never called if there are
+            log-probabilities. If it raises, the request is ended.
     """
 
     request_id: str
@@ -170,6 +189,7 @@ class RequestGroup:
     tokenizer: Any = None
     arrival_time: float = 0.0
     mode: OutputMode = "final"
+    on_text: TakeText | None = None
     # State, owned by OutputProcessor.
     completions: list[Completion] = field(default_factory=list, init=False, repr=False)
     prompt_list: list[int] | None = field(default=None, init=False, repr=False)
@@ -190,6 +210,8 @@ class RequestGroup:
                 f"stop={list(self.params.stop_strings)!r} needs a tokenizer and there is none: "
                 "give the engine one, or use stop_token_ids"
             )
+        if self.mode != "delta" or self.params.logprobs is not None or self.params.prompt_logprobs is not None:
+            self.on_text = None
         self.metrics = RequestMetrics(self.arrival_time)
         if self.params.prompt_logprobs is not None:
             self.prompt_reader = LogprobReader(self.tokenizer, self.params.prompt_logprobs)

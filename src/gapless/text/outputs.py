@@ -113,8 +113,8 @@ class OutputProcessor:
 
     def process(self, message: StepMessage) -> None:
         """Takes what one step brought and calls `RequestGroup.on_output` of the groups that it concerns."""
-        ended = {f.id: f for f in message.finished}
-        touched: dict[RequestGroup, dict[int, Completion]] = {}
+        ended, version = {f.id: f for f in message.finished}, message.weight_version
+        touched: dict[Completion, None] = {}
         if message.prompts is not None:
             self._add_prompts(message.prompts)
         records = message.records
@@ -122,19 +122,21 @@ class OutputProcessor:
             c = self._completions.get(id)
             if c is None:  # ended by a stop string or an error; these are its steps in flight
                 continue
-            end = ended.get(id)
-            last = end is not None and end.stop_token is not None and c.count + 1 == len(end.token_ids)
-            has_text = not last or c.group.params.include_stop_str_in_output
+            group, has_text = c.group, True
+            if ended:
+                end = ended.get(id)
+                last = end is not None and end.stop_token is not None and c.count + 1 == len(end.token_ids)
+                has_text = not last or group.params.include_stop_str_in_output
             try:
                 c.append(token, None if records is None else records[i], has_text=has_text)
             except Exception as error:
-                self._break(c.group, error, "detokenizing")
+                self._break(group, error, "detokenizing")
                 continue
-            if c.group.weight_version != message.weight_version:
-                c.group.saw_weights(message.weight_version, message.weight_version)
-            if c.group.metrics.first_token_time is None:
-                c.group.metrics.first_token_time = message.time
-            touched.setdefault(c.group, {})[c.index] = c
+            if group.weight_version != version:
+                group.saw_weights(version, version)
+            if group.metrics.first_token_time is None:
+                group.metrics.first_token_time = message.time
+            touched[c] = None
             if c.reason is not None:
                 self._close(c)
                 self._on_stop(id)
@@ -152,10 +154,19 @@ class OutputProcessor:
             if end.first_token_time is not None:
                 metrics.first_token_time = min(metrics.first_token_time or end.first_token_time, end.first_token_time)
             c.group.saw_weights(*end.weight_versions)
-            touched.setdefault(c.group, {})[c.index] = c
+            touched[c] = None
             self._close(c)
-        for group, completions in touched.items():
-            self._emit(group, completions.values(), message.time)
+        changed: dict[RequestGroup, list[Completion]] = {}
+        for c in touched:
+            group = c.group
+            take = group.on_text
+            try:
+                if take is None or c.reason is not None or group.silent or not c.hand_text(take):
+                    changed.setdefault(group, []).append(c)
+            except Exception as error:
+                self._break(group, error, "on_text")
+        for group, completions in changed.items():
+            self._emit(group, completions, message.time)
 
     def _add_prompts(self, prompts: PromptRecords) -> None:
         for id, position, record in zip(prompts.ids.tolist(), prompts.positions.tolist(), prompts.records, strict=True):
