@@ -6,9 +6,12 @@
 JSON, the socket.
 
 ``host``: host time per step, idle time of the device and tokens a second, for the library alone and behind the server
-with as many streams open; and with the same requests, but none of them streamed. So that the device takes no processor
-time from the host, as a GPU does not, a step of it sleeps. The engine has one core for itself, HTTP and client another.
-On a GPU: GAPLESS_BENCH_DEVICE=cuda and --step-ms 0.
+with as many streams open; and with the same requests, but none of them streamed. Both engines are started at once and
+work by turns. So that the device takes no processor time from the host, as a GPU does not, a step of it sleeps. The
+engines have cores of their own (one of two, a quarter of many), HTTP has others, and so have the clients, which only
+count. On a GPU, where each engine takes its weights and 4609 blocks of cache:
+
+    GAPLESS_BENCH_DEVICE=cuda python benchmarks/serve_load.py host --step-ms 0 --shape qwen3-0.6b --repeats 2
 
 ``clients``: thousands of open connections, readers that do not read, heads that are never finished, bodies without an
 end: how long each is borne, how much memory it takes, and how long others wait meanwhile.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -26,6 +30,7 @@ import re
 import resource
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,6 +54,8 @@ ENGINE = {
     "max_model_len": 512, "block_size": 16,
     "num_kv_blocks": 8193, "check_model": False, "enable_prefix_caching": False,
 }  # fmt: skip
+HOST_ENGINE = ENGINE | {"num_kv_blocks": 256 * 18 + 1}
+"""Two of them share a device."""
 PROMPT, NEW = 16, 256
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -56,17 +63,21 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 # ---- a model and a server ---------------------------------------------------------------------------------------
 
 
-def make_folder(path: Path) -> None:
-    """A tiny model with random weights, and a tokenizer whose tokens are words."""
+def make_folder(path: Path, shape: str = "tiny", weights: bool = True) -> None:
+    """A model with random weights, or without any, and a tokenizer whose tokens are words."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from gapless.bench.models import random_model
+    from gapless.bench.models import SHAPES, random_model
 
-    random_model("tiny", torch.device("cpu"), torch.float32).save_pretrained(path)
+    model = random_model(shape, torch.device("cpu" if weights else "meta"), torch.float32)
+    (model if weights else model.config).save_pretrained(path)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = [f"Ġ{letters[i // 676 % 26]}{letters[i // 26 % 26]}{letters[i % 26]}" for i in range(VOCAB)]
+    places = range(3 if SHAPES[shape]["vocab_size"] <= 26**3 else 4)
+    words = [
+        "Ġ" + "".join(letters[i // 26**place % 26] for place in places) for i in range(SHAPES[shape]["vocab_size"])
+    ]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,24 +99,35 @@ def sleeping(inner: Any, seconds: float) -> Any:
     return forward
 
 
-def engine_main(descriptor: int, step: float) -> None:
-    """The engine's process, on the first core, with steps that sleep."""
+def host_model(shape: str) -> Any:
+    """Random weights, made where they are used: nothing is written to a disk."""
+    import torch
+
+    from gapless.bench.models import random_model
+
+    device = torch.device(ENGINE["device"])
+    return random_model(shape, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def engine_main(descriptor: int, step: float, shape: str) -> None:
+    """The engine's process, with steps that sleep."""
     from gapless.server.engine_process import EngineServer, die_with_parent
 
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    pin(0)
+    pin("engine")
 
-    def slow_down() -> None:
+    def loaded() -> None:
         server.built.model.forward = sleeping(server.built.model.forward, step)
+        gc.freeze()
 
-    server = EngineServer(socket.socket(fileno=descriptor), on_loaded=slow_down)
+    server = EngineServer(socket.socket(fileno=descriptor), host_model(shape), on_loaded=loaded)
     os._exit(server.run())
 
 
-def front_main(folder: str, step: float) -> None:
-    """The HTTP process, on the other core."""
+def front_main(folder: str, step: float, shape: str) -> None:
+    """The HTTP process."""
     import logging
 
     import uvloop
@@ -115,20 +137,26 @@ def front_main(folder: str, step: float) -> None:
     from gapless.server.options import ServerOptions
 
     def start(end: socket.socket) -> subprocess.Popen[bytes]:
-        command = [sys.executable, __file__, "--engine", str(end.fileno()), str(step)]
+        command = [sys.executable, __file__, "--engine", str(end.fileno()), str(step), shape]
         return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
 
     set_up_logging(logging.INFO, False)
-    pin(-1)
+    pin("http")
     options = ServerOptions(port=0, access_log=False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        sys.exit(runner.run(Lifecycle(folder, options, dict(ENGINE), start=start).run()))
+        server = Lifecycle(folder, options, dict(HOST_ENGINE), start=start, on_loaded=gc.freeze)
+        sys.exit(runner.run(server.run()))
 
 
-def pin(core: int) -> None:
-    """Keep this process on one core, if there are several."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[core]})
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def pin(role: str) -> None:
+    """Keep this process on the cores of a role: two have one core for the engines, many have a quarter of them."""
+    quarter = max(len(CORES) // 4, 1)
+    rest = CORES[quarter:] or CORES
+    chosen = {"engine": CORES[:quarter], "http": rest[:quarter], "clients": rest[quarter:] or rest}
+    os.sched_setaffinity(0, chosen[role])
 
 
 class Server:
@@ -260,7 +288,7 @@ def tokens(folder: str, repeats: int) -> list[dict[str, Any]]:
 # ---- host -------------------------------------------------------------------------------------------------------
 
 
-def host(folder: str, step: float, repeats: int) -> list[dict[str, Any]]:
+def host(folder: str, step: float, repeats: int, shape: str) -> list[dict[str, Any]]:
     """The library alone, the server with streams, the server without, by turns."""
     rows: list[dict[str, Any]] = []
 
@@ -268,18 +296,49 @@ def host(folder: str, step: float, repeats: int) -> list[dict[str, Any]]:
         rows.append(row)
         print(row, flush=True)
 
-    with serving([__file__, "--front", folder, str(step)]) as server:
-        pin(-1)
-        for _ in range(repeats):
-            for count in (64, 256):
-                done = subprocess.run(
-                    [sys.executable, __file__, "--library", folder, str(step), str(count)],
-                    stdout=subprocess.PIPE, check=True, text=True,
-                )  # fmt: skip
-                show(json.loads(done.stdout.splitlines()[-1]))
-                for streamed in (0, count):
-                    show(asyncio.run(behind_the_server(server, count, streamed)))
+    inherited = [folder, str(step), shape]
+    library = subprocess.Popen(
+        [sys.executable, __file__, "--library", *inherited],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    )  # fmt: skip
+    assert library.stdin is not None
+    assert library.stdout is not None
+    try:
+        with serving([__file__, "--front", *inherited]) as server:
+            if library.stdout.readline().strip() != "ready":
+                raise SystemExit("the library did not start")
+            pin("clients")
+            read_streams(server.port, 4)
+            reading = asyncio.run(read_counters(server))
+            for _ in range(repeats):
+                for count in (64, 256):
+                    print(count, file=library.stdin)
+                    show(json.loads(library.stdout.readline()))
+                    for streamed in (0, count):
+                        wall = (read_streams if streamed else read_at_once)(server.port, count)
+                        before, reading = reading, asyncio.run(read_counters(server))
+                        change = {name: reading[name] - before[name] for name in reading}
+                        show(figures("server", count, streamed, wall, change))
+    finally:
+        library.stdin.close()
+        library.wait(60)
+    summary(rows)
     return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> None:
+    """Medians, and tokens a second against the library's."""
+    print(f"{'':22}{'host ms/step':>14}{'ms/step':>9}{'idle %':>8}{'tokens/s':>10}{'of library':>12}")
+    alone: dict[int, float] = {}
+    for kind in dict.fromkeys((r["where"], r["requests"], r["open_streams"]) for r in rows):
+        own = [r for r in rows if (r["where"], r["requests"], r["open_streams"]) == kind]
+        names = ("host_ms_per_step", "step_ms", "idle_host_percent", "tokens_per_s")
+        work, step, idle, rate = (statistics.median(r[name] for r in own) for name in names)
+        where, requests, streamed = kind
+        what = f"library, {requests}" if where == "library" else f"server, {requests}, {streamed} streams"
+        if where == "library":
+            alone[requests] = rate
+        print(f"{what:22}{work:14.3f}{step:9.3f}{idle:8.2f}{rate:10.0f}{100 * rate / alone[requests]:11.1f}%")
 
 
 def figures(kind: str, count: int, streamed: int, wall: float, now: dict[str, float]) -> dict[str, Any]:
@@ -296,37 +355,86 @@ def figures(kind: str, count: int, streamed: int, wall: float, now: dict[str, fl
     }
 
 
-async def behind_the_server(server: Server, count: int, streamed: int) -> dict[str, Any]:
-    """Requests over HTTP; figures from the server's own counters."""
-    client = HttpClient(server.url, {}, timeout=600)
-    model = await model_of(client)
-
-    async def read() -> dict[str, float]:
-        await asyncio.sleep(1.2)  # the engine's counters come with its steps, and once a second
-        reading = Reading.of(0.0, (await client.get("/metrics")).body.decode())
-        stages = reading.by("step_host_seconds_total", "stage")
-        idle = reading.by("gpu_idle_seconds_total", "cause")
-        return {
-            "steps": reading.value("steps_total") or 0.0,
-            "busy": reading.value("gpu_busy_seconds_total") or 0.0,
-            "idle_host": idle.get("host", 0.0),
-            "host": sum(value for stage, value in stages.items() if stage != "wait"),
-        }
-
-    asks = random_asks(count, PROMPT, NEW, vocab=VOCAB)
-    before, start = await read(), time.perf_counter()
-    if streamed:
-        target = Target("/v1/completions", False, model, GREEDY)
-        records, wall = await run(client, target, asks, [0.0] * count, None, "load")
-        assert not any(record.error for record in records), records[0].error
-    else:
-        body = {"model": model, "prompt": [ask.prompt for ask in asks], "max_tokens": NEW, **GREEDY}
-        answer = await client.post("/v1/completions", json.dumps(body).encode())
-        assert answer.status == 200, answer.body[:300]
-        wall = time.perf_counter() - start
-    after = await read()
+async def read_counters(server: Server) -> dict[str, float]:
+    """The engine's counters, which come to the HTTP process with its steps, and once a second."""
+    client = HttpClient(server.url, {}, timeout=60)
+    await asyncio.sleep(1.2)
+    reading = Reading.of(0.0, (await client.get("/metrics")).body.decode())
     await client.close()
-    return figures("server", count, streamed, wall, {name: after[name] - before[name] for name in after})
+    stages = reading.by("step_host_seconds_total", "stage")
+    return {
+        "steps": reading.value("steps_total") or 0.0,
+        "busy": reading.value("gpu_busy_seconds_total") or 0.0,
+        "idle_host": reading.by("gpu_idle_seconds_total", "cause").get("host", 0.0),
+        "host": sum(value for stage, value in stages.items() if stage != "wait"),
+    }
+
+
+def request(prompt: Any, **options: Any) -> bytes:
+    """Of /v1/completions."""
+    body = json.dumps({"prompt": prompt, "max_tokens": NEW, **GREEDY, **options}).encode()
+    return HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+def read_at_once(port: int, count: int) -> float:
+    """Seconds of one request for all."""
+    asks = random_asks(count, PROMPT, NEW, vocab=VOCAB)
+    start = time.perf_counter()
+    answer = once(port, request([ask.prompt for ask in asks]))
+    assert b" 200 " in answer[:20], answer[:300]
+    assert answer.count(b'"finish_reason":"length"') == count
+    return time.perf_counter() - start
+
+
+def read_streams(port: int, count: int) -> float:
+    """Seconds of so many streams, read by several processes that do nothing else."""
+    readers = max(len(os.sched_getaffinity(0)) // 2, 1)
+    asks = random_asks(count, PROMPT, NEW, vocab=VOCAB)
+    processes = []
+    for i in range(readers):
+        process = subprocess.Popen(
+            [sys.executable, "-c", READER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests = [request(ask.prompt, stream=True).hex() for ask in asks[i::readers]]
+        process.stdin.write(json.dumps(requests).encode() + b"\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is connected
+        processes.append(process)
+    start = time.perf_counter()
+    for process in processes:
+        process.stdin.write(b"go\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+    ended = sum(int(process.stdout.read()) for process in processes)  # type: ignore[union-attr]
+    wall = time.perf_counter() - start
+    for process in processes:
+        process.communicate()
+    assert ended == count, f"{ended} of {count} streams came to their end"
+    return wall
+
+
+READER = """
+import json, selectors, socket, sys
+requests = [bytes.fromhex(text) for text in json.loads(sys.stdin.readline())]
+selector, tails, ended = selectors.DefaultSelector(), {}, 0
+connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in requests]
+print("connected", flush=True)
+sys.stdin.readline()
+for connection, data in zip(connections, requests):
+    connection.sendall(data)
+    selector.register(connection, selectors.EVENT_READ)
+    tails[connection] = b""
+while tails:
+    for key, _ in selector.select():
+        part = key.fileobj.recv(1 << 18)
+        tails[key.fileobj] = (tails[key.fileobj] + part)[-1000:]
+        if not part:
+            selector.unregister(key.fileobj)
+            ended += b'"finish_reason":"length"' in tails.pop(key.fileobj)
+print(ended)
+"""
+"""A program that reads streams: without anything to import, and cheaper for each event than any client."""
 
 
 def counters(stats: Any) -> dict[str, float]:
@@ -334,22 +442,26 @@ def counters(stats: Any) -> dict[str, float]:
     return {"steps": stats.steps, "busy": stats.busy, "idle_host": stats.idle_host, "host": stats.host_work}
 
 
-def library_main(folder: str, step: float, count: int) -> None:
-    """The same requests without a server, on the engine's core."""
-    pin(0)
+def library_main(folder: str, step: float, shape: str) -> None:
+    """The same requests without a server: a line of input is their number."""
+    pin("engine")
     from gapless import LLM, SamplingParams
 
-    with LLM(folder, **ENGINE) as llm:
+    with LLM(host_model(shape), tokenizer=folder, **HOST_ENGINE) as llm:
         model = llm._client.model
         model.forward = sleeping(model.forward, step)
         params = SamplingParams(max_tokens=NEW, **GREEDY)
-        prompts = [{"prompt_token_ids": ask.prompt} for ask in random_asks(count, PROMPT, NEW, vocab=VOCAB)]
+        prompts = [{"prompt_token_ids": ask.prompt} for ask in random_asks(256, PROMPT, NEW, vocab=VOCAB)]
         llm.generate(prompts[:4], params, use_tqdm=False)
-        before, start = counters(llm.stats()[0]), time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        wall = time.perf_counter() - start
-        after = counters(llm.stats()[0])
-    print(json.dumps(figures("library", count, 0, wall, {name: after[name] - before[name] for name in after})))
+        gc.freeze()
+        print("ready", flush=True)
+        for count in map(int, sys.stdin):
+            before, start = counters(llm.stats()[0]), time.perf_counter()
+            llm.generate(prompts[:count], params, use_tqdm=False)
+            wall = time.perf_counter() - start
+            after = counters(llm.stats()[0])
+            change = {name: after[name] - before[name] for name in after}
+            print(json.dumps(figures("library", count, 0, wall, change)), flush=True)
 
 
 # ---- clients ----------------------------------------------------------------------------------------------------
@@ -541,15 +653,16 @@ def clients(folder: str, count: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the parts that are named."""
     if sys.argv[1:2] == ["--engine"]:
-        return engine_main(int(sys.argv[2]), float(sys.argv[3]))
+        return engine_main(int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
     if sys.argv[1:2] == ["--front"]:
-        return front_main(sys.argv[2], float(sys.argv[3]))
+        return front_main(sys.argv[2], float(sys.argv[3]), sys.argv[4])
     if sys.argv[1:2] == ["--library"]:
-        return library_main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
+        return library_main(sys.argv[2], float(sys.argv[3]), sys.argv[4])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help="of tokens, host, clients (default: all)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=40.0, help="of the device of `host` (default: 40)")
+    parser.add_argument("--shape", default="tiny", help="of the model of `host`: tiny, qwen3-0.6b, llama-8b")
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--save", type=Path)
     arguments = parser.parse_args()
@@ -559,13 +672,17 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     figures_of: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="gapless-load-") as folder:
-        make_folder(Path(folder))
+        if set(parts) & {"tokens", "clients"}:
+            make_folder(Path(folder))
         if "tokens" in parts:
             figures_of["tokens"] = tokens(folder, arguments.repeats)
         if "clients" in parts:
             figures_of["clients"] = clients(folder, arguments.connections)
         if "host" in parts:  # last: it pins this process
-            figures_of["host"] = host(folder, arguments.step_ms / 1e3, arguments.repeats)
+            start = time.monotonic()
+            make_folder(Path(folder), arguments.shape, weights=False)
+            figures_of["host"] = host(folder, arguments.step_ms / 1e3, arguments.repeats, arguments.shape)
+            print(f"{time.monotonic() - start:.0f} s in all")
     if arguments.save:
         text = json.dumps({"environment": environment(), "figures": figures_of}, indent=1)
         arguments.save.write_text(text + "\n", encoding="utf-8")
