@@ -34,7 +34,7 @@ def guarded(max_connections: int, header_timeout: float, body_timeout: float) ->
 
 class DirectWriter:
     """Writes pieces of one answer's body, once its head has been sent: what the cycle's ``send`` does for a piece, but
-    without waiting. See `gapless.server.frontend.Writer`."""
+    without waiting. See `gapless.server.ticket.Writer`."""
 
     __slots__ = ("_cycle", "_protocol")
 

@@ -31,14 +31,16 @@ from gapless.errors import ConfigError
 from gapless.server import errors
 from gapless.server.app import make_app
 from gapless.server.engine_process import EXIT_OK
-from gapless.server.frontend import Connection, FrontEnd, Ticket
+from gapless.server.frontend import FrontEnd
 from gapless.server.http_guard import guarded
 from gapless.server.keys import VARIABLE, read_keys
 from gapless.server.limits import raise_file_limit
 from gapless.server.logs import set_up_logging
 from gapless.server.options import ServerOptions
 from gapless.server.prompts import Prompts
+from gapless.server.remote import Connection
 from gapless.server.serving import Serving, State
+from gapless.server.ticket import Ticket
 from gapless.server.wire import Acted, Died, Ready, Refused, Setup, Step, ToFrontEnd
 
 T = TypeVar("T")

@@ -24,7 +24,8 @@ from gapless.engine import EngineStats
 from gapless.request import RequestMetrics, SamplingParams
 from gapless.scheduler import SchedulerStats
 from gapless.server.estimates import Estimates
-from gapless.server.frontend import FrontEnd, Ticket
+from gapless.server.frontend import FrontEnd
+from gapless.server.ticket import Ticket
 from gapless.server.wire import Step
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -17,12 +17,13 @@ from starlette.responses import Response
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.request import RequestOutput, SamplingParams
 from gapless.server import errors
-from gapless.server.frontend import FrontEnd, Terms, Ticket, answer_of
+from gapless.server.frontend import FrontEnd
 from gapless.server.limits import read_body
 from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions
 from gapless.server.prompts import Prompts
 from gapless.server.sse import disconnected
+from gapless.server.ticket import Terms, Ticket, answer_of
 from gapless.server.tools import form_of_template
 from gapless.text.chat import EncodedPrompt
 from gapless.text.outputs import OutputMode

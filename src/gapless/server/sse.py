@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gapless.request import RequestOutput
 from gapless.server.errors import ApiError, engine_failed, event
-from gapless.server.frontend import Sink, Ticket, Writer
+from gapless.server.ticket import Sink, Ticket, Writer
 
 logger = logging.getLogger("gapless.server")
 
