@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gapless import holding
 from gapless.config import EngineConfig
-from gapless.control import PAUSE_MODES, PauseMode
+from gapless.control import PauseMode
 from gapless.engine import EngineStats
 from gapless.errors import ConfigError, EngineClosedError, RequestError, WeightError, naming_prompt
 from gapless.grammar.compiler import GrammarCompiler
@@ -77,23 +78,6 @@ def _capture_bar(keys: list[Key]) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(keys, desc="graphs", disable=None, leave=False)  # None: only on a terminal
-
-
-class _Sleeper:
-    """What the loop calls when it goes to sleep and wakes; see `gapless.control.Sleeper`."""
-
-    def __init__(self, built: Built) -> None:
-        self._built = built
-
-    def sleep(self, level: int) -> None:
-        from gapless.pipeline.sleeping import put_to_sleep
-
-        put_to_sleep(self._built.runner, self._built.weights if level == 2 else None)
-
-    def wake(self) -> None:
-        from gapless.pipeline.sleeping import wake
-
-        wake(self._built.runner, self._built.weights)
 
 
 _open_clients: weakref.WeakSet[EngineClient] = weakref.WeakSet()
@@ -410,29 +394,19 @@ class EngineClient:
 
     def pause(self, mode: PauseMode) -> None:
         """See `LLM.pause`. From any thread."""
-        if mode not in PAUSE_MODES:
-            raise ConfigError(f"mode={mode!r} is not allowed: one of {', '.join(PAUSE_MODES)}")
-        self._engine.ask(lambda done: self._engine.control.pause(mode, done))
+        holding.pause(self._built, mode)
 
     def resume(self) -> None:
         """See `LLM.resume`. From any thread."""
-        self._engine.call(self._engine.control.resume)
+        holding.resume(self._built)
 
     def sleep(self, level: int) -> None:
         """See `LLM.sleep`. From any thread."""
-        if isinstance(level, bool) or level not in (1, 2):
-            raise ConfigError(f"level={level!r} is not allowed: 1 (cache and graphs) or 2 (the weights too)")
-        self._engine.raise_if_dead()
-        store = self._built.weights
-        if level == 2 and (store is None or not store.owned):
-            raise ConfigError(
-                "level=2 is not allowed: the model is yours, so move its weights yourself; or use level=1"
-            )
-        self._engine.ask(lambda done: self._engine.control.sleep(level, _Sleeper(self._built), done))
+        holding.sleep(self._built, level)
 
     def wake(self) -> None:
         """See `LLM.wake`. From any thread."""
-        self._engine.call(lambda: self._engine.control.wake(_Sleeper(self._built)))
+        holding.wake(self._built)
 
     def close(self) -> None:
         """Stop the loop; open requests fail with `EngineClosedError`; threads and memory come back."""
