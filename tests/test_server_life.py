@@ -19,7 +19,8 @@ from engines import model, options, tokenizer, wait_until
 from gapless import LLM, SamplingParams
 from gapless.errors import ConfigError, RequestError
 from gapless.server.keys import Keys, read_keys
-from gapless.server.lifecycle import Lifecycle, allowed_hosts, bind
+from gapless.server.lifecycle import Lifecycle
+from gapless.server.listening import allowed_hosts, bind
 from gapless.server.options import ServerOptions
 from live_server import MODEL, LiveServer, ThreadProcess, events, raw
 

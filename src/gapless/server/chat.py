@@ -14,6 +14,7 @@ from gapless.server import sse
 from gapless.server.answer import Answer, AnswerForm, Pieces
 from gapless.server.errors import bad_request, unsupported
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs
+from gapless.server.parameters import sampling_params
 from gapless.server.protocol import (
     ChatChoice,
     ChatChunk,
@@ -25,7 +26,6 @@ from gapless.server.protocol import (
     Delta,
     ToolCall,
     Usage,
-    sampling_params,
     usage_of,
 )
 from gapless.server.serving import Json, Serving, new_id, raise_if_failed

@@ -13,13 +13,13 @@ from gapless.request import CompletionOutput, RequestOutput, SamplingParams
 from gapless.server import sse
 from gapless.server.errors import bad_request, unsupported
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs
+from gapless.server.parameters import sampling_params
 from gapless.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     Usage,
-    sampling_params,
     usage_of,
 )
 from gapless.server.serving import Json, Serving, new_id, raise_if_failed

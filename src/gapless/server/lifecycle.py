@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -35,6 +34,7 @@ from gapless.server.frontend import FrontEnd
 from gapless.server.http_guard import guarded
 from gapless.server.keys import VARIABLE, read_keys
 from gapless.server.limits import raise_file_limit
+from gapless.server.listening import BACKLOG, allowed_hosts, bind, is_local
 from gapless.server.logs import set_up_logging
 from gapless.server.options import ServerOptions
 from gapless.server.prompts import Prompts
@@ -50,8 +50,6 @@ EXIT_SECONDS = 4.0
 """How long the engine's process may take to end before it is killed."""
 LAST_WORDS_SECONDS = 1.0
 """How long answers that say that the server ends may take to be sent."""
-LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
-BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
@@ -86,62 +84,6 @@ async def _in_daemon(action: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=run, name="gapless-load", daemon=True).start()
     return await done
-
-
-def bind(options: ServerOptions) -> socket.socket:
-    """The listening socket.
-
-    Raises:
-        ConfigError: the address cannot be had.
-    """
-    try:
-        if options.uds is not None:
-            bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with contextlib.suppress(FileNotFoundError):
-                if socket_is_dead(options.uds):
-                    os.unlink(options.uds)
-            bound.bind(options.uds)
-        else:
-            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((options.host, options.port))
-        bound.listen(BACKLOG)
-    except OSError as error:
-        where = options.uds or f"{options.host}:{options.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
-    bound.setblocking(False)
-    return bound
-
-
-def socket_is_dead(path: str) -> bool:
-    """Whether a Unix socket was left by a process that is gone."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return True
-    return False
-
-
-def is_local(options: ServerOptions) -> bool:
-    """Whether only this machine can reach the server."""
-    if options.uds is not None or options.host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(options.host).is_loopback
-    except ValueError:
-        return False
-
-
-def allowed_hosts(options: ServerOptions) -> frozenset[str] | None:
-    """Names for the Host header; None for any."""
-    if options.allowed_hosts is not None:
-        names = frozenset(name.strip().lower() for name in options.allowed_hosts.split(","))
-        return None if "*" in names else names
-    if options.uds is None and is_local(options):
-        return LOCAL_NAMES | {options.host}
-    return None
 
 
 def start_engine_process(end: socket.socket) -> subprocess.Popen[bytes]:

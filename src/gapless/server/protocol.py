@@ -11,14 +11,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gapless.request import SamplingParams
-from gapless.server.errors import bad_request, plain
-
-MAX_STOP = 16
-"""Stop strings of one request."""
-MAX_STOP_CHARACTERS = 256
-"""Of one stop string."""
-MAX_TEMPERATURE = 2.0
 MAX_TOOLS = 128
 MAX_MESSAGES = 8192
 
@@ -68,66 +60,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
-
-
-_PLAIN = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "speculative",
-)
-"""Fields that `SamplingParams` has under the same name."""
-
-
-def sampling_params(request: Sampling, max_n: int, **others: Any) -> SamplingParams:
-    """What the engine is asked for.
-
-    Args:
-        request: whose fields are checked here where a server must be stricter than a library.
-        max_n: completions of one prompt.
-        others: parameters with names of their own, such as ``max_tokens``.
-
-    Raises:
-        ApiError, RequestError: naming the field.
-    """
-    if request.temperature is not None and not 0 <= request.temperature <= MAX_TEMPERATURE:
-        raise bad_request(
-            f"temperature={request.temperature!r} is not allowed: a number from 0 to {MAX_TEMPERATURE}", "temperature"
-        )
-    if request.n is not None and not 1 <= request.n <= max_n:
-        raise bad_request(f"n={request.n} is not allowed: an integer from 1 to {max_n}", "n")
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if len(stop) > MAX_STOP:
-        raise bad_request(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed", "stop")
-    for text in stop:
-        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise bad_request(
-                f"stop holds {plain(text)}: each string has 1 to {MAX_STOP_CHARACTERS} characters", "stop"
-            )
-    if request.stream_options is not None and not request.stream:
-        raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
-    if request.stream_interval is not None and not 1 <= request.stream_interval <= 1024:
-        raise bad_request(
-            f"stream_interval={request.stream_interval} is not allowed: an integer from 1 to 1024", "stream_interval"
-        )
-    options = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
-    return SamplingParams(**{**options, **{name: value for name, value in others.items() if value is not None}})
 
 
 class Usage(msgspec.Struct):
