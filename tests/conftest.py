@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from live_server import LiveServer
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +21,15 @@ def smollm2() -> Path:
     if not folder.exists():
         pytest.skip("SmolLM2 is not in the cache: `make model` brings it")
     return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    """A server of a tiny model, with the usual options."""
+    from live_server import serving
+
+    with serving() as live:
+        yield live
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

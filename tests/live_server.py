@@ -160,6 +160,15 @@ class LiveServer:
         assert response.status_code == 200, response.text
 
 
+@contextmanager
+def serving(**options: Any) -> Iterator[LiveServer]:
+    """A server that has nothing left to do at its end, and ends in order."""
+    live = LiveServer(**options).wait_ready()
+    yield live
+    live.check_idle()
+    assert live.stop() == 0
+
+
 def events(text: str) -> list[Any]:
     """The objects of a stream; comments are left out."""
     assert text.endswith("\n\n")

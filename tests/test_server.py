@@ -7,7 +7,6 @@ import http.client
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,14 +20,6 @@ from live_server import LiveServer
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 TALK = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    live = LiveServer().wait_ready()
-    yield live
-    live.check_idle()
-    assert live.stop() == 0
 
 
 @pytest.fixture(scope="module")

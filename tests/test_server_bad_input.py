@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from live_server import LiveServer
+from live_server import LiveServer, serving
 
 TALK = [{"role": "user", "content": "hello"}]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -21,10 +21,8 @@ NOTHING = object()
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    live = LiveServer(max_body_bytes=4 * 2**20).wait_ready()
-    yield live
-    live.check_idle()
-    assert live.stop() == 0
+    with serving(max_body_bytes=4 * 2**20) as live:
+        yield live
 
 
 def completion(**fields: Any) -> dict[str, Any]:

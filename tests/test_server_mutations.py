@@ -191,11 +191,3 @@ def test_mutations(server: LiveServer, broken: int) -> None:
     server.check_idle()
     server.canary()
     assert broken or COUNT < 20 or served > COUNT / 4, f"seed {seed}: only {served} of {COUNT} were served"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    live = LiveServer().wait_ready()
-    yield live
-    live.check_idle()
-    assert live.stop() == 0

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from engines import tokenizer
 from gapless.cli import main
 from gapless.top.exposition import Reading, parse
-from live_server import LiveServer
+from live_server import LiveServer, serving
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -32,11 +32,9 @@ NAME = re.compile(r"\$\{prefix\}:(\w+)")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    live = LiveServer().wait_ready()
-    live.canary()
-    yield live
-    live.check_idle()
-    assert live.stop() == 0
+    with serving() as live:
+        live.canary()
+        yield live
 
 
 def metrics(server: LiveServer) -> str:

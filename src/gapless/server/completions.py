@@ -125,26 +125,25 @@ def _answer(call: _Call, outputs: list[RequestOutput]) -> Completion:
     for i, output in enumerate(outputs):
         for c in output.outputs:
             generated += len(c.token_ids)
-            text = "" if call.empty else c.text
-            choice = CompletionChoice(
-                c.index + i * call.n,
-                call.texts[i] + text if call.echo else text,
-                _logprobs(call, i, output, c, 0, call.echo),
-                c.finish_reason,
-                c.stop_reason,
-            )
-            _extend(call, choice, i, c, output)
-            choices.append(choice)
+            choices.append(_choice(call, i, output, c, None))
     return call.completion(choices, usage_of(call.prompt_tokens, 0 if call.empty else generated))
 
 
-def _extend(call: _Call, choice: CompletionChoice, i: int, c: CompletionOutput, output: RequestOutput) -> None:
-    """Fields that only those get who ask for them."""
+def _choice(call: _Call, i: int, output: RequestOutput, c: CompletionOutput, offset: int | None) -> CompletionChoice:
+    """One of prompt ``i``'s completions, or what is new of it after ``offset`` characters; None for its beginning."""
+    first = offset is None
+    text = "" if call.empty else c.text
+    if first and call.echo:
+        text = call.texts[i] + text
+    logprobs = _logprobs(call, i, output, c, offset or 0, first and call.echo)
+    choice = CompletionChoice(c.index + i * call.n, text, logprobs, c.finish_reason, c.stop_reason)
     if call.body.return_token_ids:
         choice.token_ids = [] if call.empty else c.token_ids
-        choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
-    if call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        if first:
+            choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
+    if first and call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+    return choice
 
 
 class _Events:
@@ -190,24 +189,12 @@ class _Events:
         return plain.data(text)
 
     def _chunk(self, i: int, output: RequestOutput, c: CompletionOutput) -> CompletionChoice:
-        call = self._call
-        index = c.index + i * call.n
-        first = index not in self._offsets
-        if first and self._plain is not None:
+        call, index = self._call, c.index + i * self._call.n
+        offset = self._offsets.get(index)
+        if offset is None and self._plain is not None:
             self._plain[index] = sse.PlainEvent(lambda text: call.completion([CompletionChoice(index, text)]))
-        text = "" if call.empty else c.text
-        if first and call.echo:
-            text = call.texts[i] + text
-        offset = self._offsets.get(index, 0)
-        logprobs = _logprobs(call, i, output, c, offset, first and call.echo)
-        self._offsets[index] = offset + len(text)
-        choice = CompletionChoice(index, text, logprobs, c.finish_reason, c.stop_reason)
-        if call.body.return_token_ids:
-            choice.token_ids = [] if call.empty else c.token_ids
-            if first:
-                choice.prompt_token_ids = call.prompts[i].token_ids.tolist()
-        if first and call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        choice = _choice(call, i, output, c, offset)
+        self._offsets[index] = (offset or 0) + len(choice.text)
         return choice
 
     def _counted(self) -> Usage:
