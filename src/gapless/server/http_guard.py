@@ -36,28 +36,26 @@ class DirectWriter:
     """Writes pieces of one answer's body, once its head has been sent: what the cycle's ``send`` does for a piece, but
     without waiting. See `gapless.server.ticket.Writer`."""
 
-    __slots__ = ("_cycle", "_protocol")
+    __slots__ = ("_begun", "_cycle", "_flow", "_write")
 
     def __init__(self, protocol: GuardedProtocol, cycle: Any) -> None:
-        self._protocol = protocol
         self._cycle = cycle
+        self._flow = protocol.flow
+        self._write = protocol.transport.write
+        self._begun = False  # the head has been sent, and the body is one of chunks
 
     @property
     def ready(self) -> bool:
         """Whether a piece can be written now."""
         cycle = self._cycle
-        return bool(
-            cycle.chunked_encoding
-            and cycle.response_started
-            and not cycle.response_complete
-            and not cycle.disconnected
-            and not self._protocol.flow.write_paused
-        )
+        if not self._begun:
+            self._begun = bool(cycle.chunked_encoding and cycle.response_started)
+        return self._begun and not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, body: bytes) -> None:
         """One piece. An empty one would be a chunk without bytes, which ends the body for the client."""
         assert body
-        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class GuardedProtocol(HttpToolsProtocol):
