@@ -11,8 +11,8 @@ import torch
 
 from engines import OPTIONS, model, wait_until
 from gapless.kv.spec import KVSpec, StateSpec, VectorSpec
-from gapless.scheduler import SchedulerStats
 from gapless.server.estimates import ModelSizes
+from gapless.stats import SchedulerStats
 from gapless.top.exposition import Reading
 from gapless.volume import Volume
 from live_server import LiveServer

@@ -15,13 +15,13 @@ from gapless.config import EngineConfig
 from gapless.engine import EngineStats
 from gapless.messages import Finished, StepMessage
 from gapless.request import FinishReason, SamplingParams
-from gapless.scheduler import SchedulerStats
 from gapless.server import chat, completions
 from gapless.server.answer import AnswerForm
 from gapless.server.frontend import FrontEnd
 from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.sse import EventStream
 from gapless.server.wire import Ready, Step
+from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt
 from text_tokenizers import byte_level
 

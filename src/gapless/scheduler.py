@@ -34,7 +34,7 @@ from gapless.request import FinishReason, Request
 from gapless.roster import Roster
 from gapless.row_blocks import RowBlocks
 from gapless.rows import RowTable
-from gapless.stats import SchedulerStats as SchedulerStats
+from gapless.stats import SchedulerStats
 from gapless.steady import NO_UPDATES, Steady
 from gapless.step_builder import StepBuilder
 from gapless.versions import WeightVersions

@@ -13,7 +13,7 @@ import msgspec
 
 from gapless.kv.groups import Windows, group_of
 from gapless.kv.spec import KVSpec, StateSpec
-from gapless.scheduler import SchedulerStats
+from gapless.stats import SchedulerStats
 
 
 class Estimates(msgspec.Struct, frozen=True):

@@ -22,11 +22,11 @@ from prometheus_client.registry import Collector
 
 from gapless.engine import EngineStats
 from gapless.request import RequestMetrics, SamplingParams
-from gapless.scheduler import SchedulerStats
 from gapless.server.estimates import Estimates
 from gapless.server.frontend import FrontEnd
 from gapless.server.ticket import Ticket
 from gapless.server.wire import Step
+from gapless.stats import SchedulerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -311,7 +311,7 @@ class Metrics(Collector):
         waiting = {t.lora for t in front_end.tickets if t.lora is not None and not t.started}
         labels = {
             **self._labels,
-            "max_lora": str(front_end.ready.options.get("max_loras", 0)),
+            "max_lora": str(front_end.ready.options.get("max_loras") or 0),
             "running_lora_adapters": ",".join(sorted(running)),
             "waiting_lora_adapters": ",".join(sorted(waiting - running)),
         }

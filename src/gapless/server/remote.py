@@ -22,7 +22,6 @@ from gapless.config import EngineConfig
 from gapless.engine import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.request import FinishReason, LoraRef, Request, SamplingParams
-from gapless.scheduler import SchedulerStats
 from gapless.server.wire import (
     Act,
     Commands,
@@ -38,6 +37,7 @@ from gapless.server.wire import (
     refuse_what_cannot_travel,
     to_front_end,
 )
+from gapless.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from gapless.build import Progress

@@ -17,8 +17,8 @@ from gapless.engine import EngineStats
 from gapless.errors import RequestError
 from gapless.messages import StepMessage
 from gapless.request import FinishReason, LoraRef, Request, SamplingParams
-from gapless.scheduler import SchedulerStats
 from gapless.server.estimates import ModelSizes
+from gapless.stats import SchedulerStats
 
 HEADER = 4
 MAX_FRAME = 1 << 30
