@@ -1,9 +1,12 @@
 """Products of 64 to 8,192 tokens: which library call or kernel is quickest for each matrix of a model.
 
     python benchmarks/gemm_wide.py --shape llama-8b --tokens 64,128,256,8192 --out wide.json
+    python benchmarks/gemm_wide.py --only silu --tokens 80,96,128,144,160,192,224,256 --out silu.json
 
 Each candidate runs over as many copies of the matrix as leave the second-level cache cold, from one CUDA graph.
 Printed: microseconds a product, and the sums over a model's layers with cuBLAS as PyTorch calls it and with the best.
+``--only silu``: the gate and up product and the SiLU kernel after it against one kernel for both, in turn, as the clock
+drifts. That kernel must first equal the two, bit by bit, on numbers whose sums are exact in any order.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -28,6 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES
+from gapless.model import ops_triton
+from gapless.model.gated_triton import Gated, gated
 from gapless.model.gemm_choice import Product, default
 from gapless.model.gemm_triton import LATE, Workspace, plain, workspace_size
 
@@ -183,12 +188,47 @@ def candidates(m: int, x: torch.Tensor, ws: list[torch.Tensor]) -> dict[str, Cal
     return found
 
 
+GATED = (Gated(128, 128, 64, 4, 8), Gated(128, 64, 64, 6, 4), Gated(64, 128, 64, 4, 4))
+
+
+def silu(n: int, k: int, tokens: list[int]) -> list[dict[str, Any]]:
+    """Gate and up of ``[n, k]`` with SiLU, for each number of tokens: microseconds, the median of turns."""
+    gen = torch.Generator(device="cuda").manual_seed(0)
+    copies = max(2, 600_000_000 // (n * k * 2))
+    ws = [torch.randn(n, k, generator=gen, device="cuda").mul_(0.02).bfloat16() for _ in range(copies)]
+    exact = torch.randint(-30, 31, (n, k), generator=gen, device="cuda").bfloat16().mul_(2.0**-13)
+    rows: list[dict[str, Any]] = []
+    for m in tokens:
+        x = torch.randn(m, k, generator=gen, device="cuda").bfloat16()
+        works: dict[str, Callable[[int], Any]] = {
+            "cuBLAS, SiLU": lambda i, x=x: ops_triton.silu_mul(functional.linear(x, ws[i]))
+        }
+        whole = torch.randint(-30, 31, (m, k), generator=gen, device="cuda").bfloat16()
+        want = ops_triton.silu_mul(functional.linear(whole, exact))
+        for config in GATED:
+            label = f"{config.tokens}x{config.outputs}x{config.inputs}, {config.stages} stages, {config.warps} warps"
+            if wrong := int((gated(whole, exact, config) != want).sum()):
+                print(f"  {label} is wrong in {wrong} places")
+            else:
+                works[label] = lambda i, x=x, config=config: gated(x, ws[i], config)
+        turns: dict[str, list[float]] = {label: [] for label in works}
+        for label in [*works] * 5:
+            turns[label].append(graph_us(works[label], copies))
+        times = {label: statistics.median(us) for label, us in turns.items()}
+        floor = 1e6 * max((n * k + m * (n / 2 + k)) * 2 / BYTES_PER_S, 2 * m * n * k / FLOP_PER_S)
+        measured = "; ".join(f"{label} {us:.1f}" for label, us in times.items())
+        print(f"M={m:4} floor {floor:5.1f} us; {measured}", flush=True)
+        rows.append({"tokens": m, "matrix": "gate_up", "floor_us": floor, "us": times})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--tokens", default="64,128,256,8192")
     parser.add_argument("--seconds", type=float, default=60, help="for measuring; what is not reached is left out")
     parser.add_argument("--compile-seconds", type=float, default=45)
+    parser.add_argument("--only", choices=("silu",))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
@@ -197,6 +237,9 @@ def main() -> None:
     layers = shape["num_hidden_layers"]
     sizes = {"qkv": ((hq + 2 * hk) * d, h), "out": (h, hq * d), "gate_up": (2 * f, h), "down": (h, f)}
     tokens = [int(m) for m in args.tokens.split(",")]
+    if args.only == "silu":
+        save(args, silu(*sizes["gate_up"], tokens))
+        return
     jobs = [(m, n, k, c) for m in tokens for n, k in sizes.values() for c in tma_configs(m)]
     start = time.perf_counter()
     pool = ProcessPoolExecutor(min(14, os.cpu_count() or 2), mp_context=torch.multiprocessing.get_context("spawn"))
@@ -245,9 +288,13 @@ def main() -> None:
             rows.append({"tokens": m, "matrix": name, "floor_us": floor, "us": times})
             del ws
         print(f"M={m:5} layers in all: linear {sums['linear']:.3f} ms, best {sums['best']:.3f} ms", flush=True)
+    save(args, rows)
+    os._exit(0)  # compilations that were left behind do not hold the process
+
+
+def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if args.out:
         args.out.write_text(json.dumps({"environment": environment(), "shape": args.shape, "rows": rows}) + "\n")
-    os._exit(0)  # compilations that were left behind do not hold the process
 
 
 if __name__ == "__main__":

@@ -204,7 +204,10 @@ def test_models_of_other_structure(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_merged_products_equal_peft(kind: str, tmp_path: Path) -> None:
-    """The fused decoder: q, k, v and gate, up have an A and B each, at their place in the merged product."""
+    """The fused decoder: q, k, v and gate, up have an A and B each, at their place in the merged product; a kernel that
+    ends with SiLU has no place for them and is for others."""
+    from torch.nn.functional import linear
+
     from gapless.model import ops_reference
     from gapless.model.adapter import TransformersModel
     from gapless.model.fused import fuse
@@ -215,6 +218,7 @@ def test_merged_products_equal_peft(kind: str, tmp_path: Path) -> None:
     oracle = Oracle(model, folders)
     plain = TransformersModel(model)
     decoder = fuse(plain.module, plain, max_positions=128, ops=ops_reference, attend=attend_cached)
+    decoder.gated = lambda x, w: ops_reference.silu_mul(linear(x, w))  # type: ignore[assignment]  # adapters come before
     work = mix(6, seed=12, longest=20)
     with LLM(decoder, **OPTIONS) as llm:
         for name, folder in folders.items():

@@ -275,6 +275,7 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
             attend=attention.attend_cached,
         )
         small = fused.enable_small_batches()
+        fused.enable_gated()
         if config.check_model:
             probe_parity(plain, fast=fused)
     except (NotFusable, UnsupportedModelError) as error:

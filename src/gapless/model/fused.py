@@ -30,6 +30,7 @@ from gapless.model.base import CausalModel
 from gapless.model.cpu_linear import FewRowsLinear
 
 if TYPE_CHECKING:
+    from gapless.model.gemm_choice import GatedProducts
     from gapless.model.small_batch import SmallBatch
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,6 +115,7 @@ class FusedDecoder:
         self._attend = attend
         self.linear: Linear = functional.linear
         self.small: SmallBatch | None = None
+        self.gated: GatedProducts | None = None
         self.bank: AdapterBank | None = None
 
     def summary(self) -> list[tuple[str, str]]:
@@ -130,6 +132,8 @@ class FusedDecoder:
         ]
         if self.small is not None:
             table.append((f"decode of up to {self.small.limit} tokens", "norms, residuals, SiLU inside the products"))
+        for sizes, _ in self.gated.chosen if self.gated is not None else ():
+            table.append((f"gate, up, SiLU of {sizes[0]} to {sizes[-1]} tokens", f"one kernel in {layers} layers"))
         return table
 
     def enable_small_batches(self) -> bool:
@@ -142,6 +146,12 @@ class FusedDecoder:
                 self._layers, self._embedding, self._norm, self._head, rotary, self._eps, self._attend
             )
         return self.small is not None
+
+    def enable_gated(self) -> None:
+        """Compute gate, up and SiLU in one kernel where that is quicker. Before capture."""
+        from gapless.model.gemm_choice import GatedProducts
+
+        self.gated = GatedProducts([layer.gate_up for layer in self._layers])
 
     def enable_lora(self, *, slots: int, rank: int, ops: ModuleType) -> AdapterBank:
         """Let requests run with adapters, see `TransformersModel.enable_lora`. Steps with some of them do not take
@@ -198,7 +208,10 @@ class FusedDecoder:
             heads = self._attend(q, cache, own, layer.attention)
             x = linear(heads.flatten(1), layer.out, layer.out_bias, site + 1)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = linear(ops.silu_mul(linear(x, layer.gate_up, None, site + 2)), layer.down, None, site + 3)
+            act = self.gated(x, layer.gate_up) if self.gated is not None and tokens is None else None
+            if act is None:
+                act = ops.silu_mul(linear(x, layer.gate_up, None, site + 2))
+            x = linear(act, layer.down, None, site + 3)
         x, _ = ops.add_rms_norm(x, residual, self._norm, eps)
         if all_asked and not every:
             x = x.index_select(0, logits_index)

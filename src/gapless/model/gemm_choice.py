@@ -11,6 +11,7 @@ that what counts is reading them from memory, as in a step.
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import threading
 import time
@@ -23,6 +24,7 @@ import triton
 from torch.nn import functional
 
 from gapless.model import ops_triton
+from gapless.model.gated_triton import Gated, gated
 from gapless.model.gemm_triton import (
     GemmConfig,
     Workspace,
@@ -33,6 +35,7 @@ from gapless.model.gemm_triton import (
 )
 
 SMS = 132
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,11 @@ TABLE: dict[tuple[str, int, int, int], GemmConfig | None] = {
     ("residual", 256, 4096, 14336): None,
     ("plain", 256, 128256, 4096): None,
 }
+
+GATED: dict[tuple[int, int, int, int], Gated] = {(65, 256, 28672, 4096): Gated(128, 128, 64, stages=4, warps=8)}
+"""Gated products of more tokens than the kernels above are for: (least tokens, most tokens, n, k). Measured at 128 and
+256 tokens by ``benchmarks/gemm_wide.py --only silu`` on an H200. What is not here is left to cuBLAS and the SiLU
+kernel."""
 
 
 def default(product: Product) -> GemmConfig | None:
@@ -207,6 +215,55 @@ class Chooser:
             if self._file is not None:
                 _save(self._file, _name(self._device), self._known)
             return best
+
+
+class GatedProducts:
+    """Gate, up and SiLU in one kernel, for the shapes and numbers of tokens that were measured to gain by it.
+
+    Each kernel is first compared with the two that it replaces, on random input: one that differs, or cannot run here,
+    is left out. Make it before graphs are captured, as it compiles and waits.
+
+    Args:
+        weights: ``[2 N, K]`` of all layers, alike in shape; they may change in place.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self.chosen: list[tuple[range, Gated]] = []
+        first = weights[0]
+        if first.dtype not in (torch.bfloat16, torch.float16):
+            return
+        if not all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights):  # a caller's model may lie anywhere
+            return
+        for (least, most, n, k), config in GATED.items():
+            if tuple(first.shape) == (n, k):
+                wrong = _differs(config, least, first) or _differs(config, most, first)
+                if wrong:
+                    logger.warning("gate, up and SiLU of %d to %d tokens stay two kernels: %s", least, most, wrong)
+                else:
+                    self.chosen.append((range(least, most + 1), config))
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """``[M, N]``; None where two kernels are quicker. ``x``: contiguous ``[M, K]``."""
+        for tokens, config in self.chosen:
+            if len(x) in tokens:
+                return gated(x, weight, config)
+        return None
+
+
+@torch.no_grad()
+def _differs(config: Gated, tokens: int, weight: torch.Tensor) -> str:
+    """What is wrong with the kernel for so many tokens, in words. Each element counts, so that no tile is missed."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    x = torch.randn(tokens, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    theirs = ops_triton.silu_mul(functional.linear(x, weight)).float()
+    try:
+        ours = gated(x, weight, config).float()
+    except Exception as error:  # of another Triton, or another device than the measured one
+        return f"{type(error).__name__}: {error}"
+    usual = float(theirs.square().mean().sqrt())  # sync-ok: at load
+    gap = float((ours - theirs).abs().max())  # sync-ok: at load
+    same = torch.allclose(ours, theirs, rtol=5e-2, atol=5e-2 * usual)
+    return "" if same else f"the one differs by up to {gap:.1e}, where {usual:.1e} is usual"
 
 
 def runner(
