@@ -19,7 +19,6 @@ import json
 import pstats
 import time
 from collections import defaultdict, deque
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,9 +34,12 @@ from gapless.config import EngineConfig
 from gapless.device.counts import CopyCounts
 from gapless.engine import Engine
 from gapless.kv.spec import KVSpec
+from gapless.pipeline.graphs import Graphs
 from gapless.pipeline.kernels import reference_kernels
-from gapless.pipeline.runner import Key, Runner
+from gapless.pipeline.keys import Key
+from gapless.pipeline.runner import Runner
 from gapless.pipeline.shapes import graph_shapes
+from gapless.pipeline.slot import Slot
 from gapless.plan import RowLayout
 from gapless.request import Request, SamplingParams
 from gapless.scheduler import Scheduler, max_updates
@@ -201,25 +203,20 @@ class PacedDevice(NullDevice):
     def event(self, *, timing: bool = False) -> Any:
         return PacedEvent(self)
 
-    def launch(self, work: Any, *args: Any) -> None:
-        work()
-
     def run(self, key: Key) -> None:
+        """A part of a step."""
         if key.half == "forward":
             step, seq, token = self.pace
             ms = step + (seq * key.num_seqs if key.decode_only else token * key.num_tokens)
             self.busy_until = max(self.now, self.busy_until) + 1e-3 * ms
 
 
-class PacedRunner(Runner):
+class PacedGraphs(Graphs):
     """Launches everything as if it had been captured."""
 
-    def _work(self, key: Key, slot: Any) -> Any:
-        device: Any = self.device
-        work = self._captured.get((slot.index, key))
-        if work is None:
-            work = self._captured[slot.index, key] = partial(device.run, key)
-        return work
+    def launch(self, key: Key, slot: Slot) -> None:
+        device: Any = self._device
+        device.run(key)
 
 
 class Laps:
@@ -259,8 +256,9 @@ def measure_whole(load: Workload, depth: int, rounds: int, profile: bool) -> dic
     )  # fmt: skip
     shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, capture=False)
     with contextlib.ExitStack() as patches:
-        for name, value in (("CpuDevice", PacedDevice), ("Runner", PacedRunner), ("EXACT", shapes)):
-            patches.enter_context(mock.patch(f"gapless.build.{name}", value))
+        parts = {"build.CpuDevice": PacedDevice, "build.EXACT": shapes, "pipeline.runner.Graphs": PacedGraphs}
+        for name, value in parts.items():
+            patches.enter_context(mock.patch(f"gapless.{name}", value))
         client = EngineClient(NullModel(), config, tokenizer=None)
     engine: Any = client._engine
     found: list[dict[str, float]] = []
