@@ -18,7 +18,7 @@ from gapless.model.base import CausalModel
 from gapless.pipeline.kernels import reference_kernels
 from gapless.pipeline.runner import Runner
 from gapless.pipeline.shapes import EXACT, Shapes
-from gapless.plan import RowLayout
+from gapless.plan import RowLayout, StepPlan
 from gapless.request import FinishReason, Request, SamplingParams
 from gapless.scheduler import Scheduler, max_updates
 from gapless.speculative.base import Speculation
@@ -40,7 +40,7 @@ class Outcome:
     finished: dict[int, Finished] = field(default_factory=dict)
     streamed: dict[int, list[int]] = field(default_factory=dict)
     steps: int = 0
-    plans: list[object] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
 
     def tokens(self) -> dict[int, list[int]]:
@@ -181,7 +181,16 @@ def run_jobs(
     steps = scheduler.stats.steps
     assert device.copies.h2d == steps + engine.stats.held_steps  # masks have a copy of their own
     assert device.copies.d2h == steps
+    assert engine.stats.copies.waits == engine.stats.steps == steps, "the loop waits once a step"
+    assert (engine.stats.busy_prompts > 0) == any(map(computes_prompts, outcome.plans))
+    assert engine.stats.busy_prompts <= engine.stats.busy
     return outcome
+
+
+def computes_prompts(plan: StepPlan) -> bool:
+    """Some sequence, drafts aside, has several tokens or scores."""
+    several = plan.query_lens > 1
+    return plan.scores is not None or bool((several if plan.drafts is None else several & ~plan.drafts).any())
 
 
 def random_options(rng: random.Random, *, fewest_blocks: int = 17) -> dict[str, object]:

@@ -91,6 +91,15 @@ def test_nothing_undeclared_is_touched(depth: int) -> None:
     assert run_jobs(jobs, model, depth=depth, debug=True).tokens() == truth.tokens()
 
 
+def test_a_prompt_that_is_scored_counts_as_a_prompt() -> None:
+    """Its sequences are of one token each, as those of a decode step are; `run_jobs` looks at the counters."""
+    request = make_request(0, [2, 3, 4, 5, 6], 1)
+    request.prompt_logprobs = 1
+    outcome = run_jobs([Job(request)], HashModel(), depth=2)
+    assert all(plan.decode_only for plan in outcome.plans)
+    assert any(plan.scores is not None for plan in outcome.plans)
+
+
 def test_a_second_error_in_the_inbox_does_not_keep_the_memory() -> None:
     """What is left there when the loop ends is run, so that nobody waits; whatever it raises, the runner is closed."""
     device, died = CpuDevice(), list[BaseException]()

@@ -119,7 +119,7 @@ def test_a_prefix_hit_brings_the_prompt_that_the_penalty_reads() -> None:
 
     device_outcome = run_jobs(jobs(), model, depth=2, max_num_batched_tokens=64)
     assert device_outcome.tokens() == {job.request.id: truth(model, job) for job in jobs()}
-    starts = [plan.starts for plan in device_outcome.plans if len(plan.updates) > 60]  # type: ignore[attr-defined]
+    starts = [plan.starts for plan in device_outcome.plans if len(plan.updates) > 60]
     assert any((s == 64).any() for s in starts)  # a hit of all eight blocks, with its tokens among the updates
 
 
@@ -260,7 +260,7 @@ def test_logprobs_of_prompts(seed: int, depth: int) -> None:
     outcome = engine.run()
     assert outcome.tokens() == {job.request.id: truth(model, job) for job in jobs}
     assert scheduler.pool.available == scheduler.pool.capacity
-    assert all(plan.num_seqs <= 4 for plan in outcome.plans)  # type: ignore[attr-defined]
+    assert all(plan.num_seqs <= 4 for plan in outcome.plans)
     for job in jobs:
         made, prompt = job.request, job.request.prompt_token_ids.tolist()
         scores = engine.scores.get(made.id, [])

@@ -214,7 +214,7 @@ def test_each_kind_of_step_is_one_copy_in_and_one_out() -> None:
     jobs = [Job(make_request(i, [2 + i] * 30, 8), at_step=3 * i) for i in range(4)]
     outcome = run_jobs(jobs, HashModel(), depth=2)  # asserts copies == steps in both directions
     kinds = {
-        "decode" if p.decode_only else "prefill" if (p.query_lens > 1).all() else "mixed"  # type: ignore[attr-defined]
+        "decode" if p.decode_only else "prefill" if (p.query_lens > 1).all() else "mixed"
         for p in outcome.plans
     }
     assert kinds == {"decode", "prefill", "mixed"}

@@ -202,7 +202,7 @@ def test_rows_of_low_acceptance_go_on_with_plain_steps(depth: int) -> None:
     stats = outcome.stats.drafts
     assert stats is not None
     assert stats.stopped >= 2
-    widths = [plan.width for plan in outcome.plans]  # type: ignore[attr-defined]
+    widths = [plan.width for plan in outcome.plans]
     first_plain = widths.index(1, 1)
     assert widths[first_plain : first_plain + 10] == [1] * 10, "plain steps, until the pause is over"
     assert sum(width == 1 for width in widths) > 60
@@ -217,7 +217,7 @@ def test_a_request_can_refuse_drafts() -> None:
     model = HashModel()
     config = SpeculativeConfig(min_accepted=0)
     outcome = run_jobs([Job(make_request(0, [3] * 9, 20, speculative=False))], model, depth=2, speculative=config)
-    assert {plan.width for plan in outcome.plans} == {1}  # type: ignore[attr-defined]
+    assert {plan.width for plan in outcome.plans} == {1}
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -89,7 +89,7 @@ def test_rows_without_a_grammar_are_not_touched_by_those_with_one() -> None:
 def test_a_batch_without_grammars_is_never_held(depth: int) -> None:
     made, grammars = jobs(2)
     outcome = run_jobs([j for j in made if j.request.id not in grammars], MODEL, depth=depth)
-    assert all(plan.constrained is None for plan in outcome.plans)  # type: ignore[attr-defined]
+    assert all(plan.constrained is None for plan in outcome.plans)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -75,7 +75,7 @@ class EngineStats:
     in_flight: int = 0
     held_steps: int = 0  # of ``steps``: those that sampled after masks had come
     busy: float = 0.0
-    busy_prompts: float = 0.0  # of ``busy``: in steps that computed several tokens of a prompt
+    busy_prompts: float = 0.0  # of ``busy``: in steps that computed several tokens of a prompt, or scored one
     idle_host: float = 0.0
     idle_masks: float = 0.0
     idle_no_work: float = 0.0
@@ -193,7 +193,7 @@ class Engine:
         stats.steps += 1
         stats.in_flight -= 1
         stats.busy += result.busy_ms * 1e-3
-        if not (result.plan.decode_only or result.plan.few):
+        if result.plan.scores is not None or not (result.plan.decode_only or result.plan.few):
             stats.busy_prompts += result.busy_ms * 1e-3
         stats.idle_masks += result.held_ms * 1e-3
         stats.held_steps += result.plan.constrained is not None

@@ -295,7 +295,7 @@ class Metrics(Collector):
             name = "spec_decode_num_accepted_tokens_per_pos"
             yield counter(name, "Drafts that were right, by their place.", places, "position")
         busy = {"prefill": engine.busy_prompts, "decode": engine.busy - engine.busy_prompts}
-        text = "Time in which a step ran on the device; prefill: one that computed several tokens of some prompt."
+        text = "Time in which a step ran on the device; prefill: it computed several tokens of a prompt, or scored one."
         yield counter("gpu_busy_seconds", text, busy, "phase")
         # The engine counts a time without work when it is over. Here it grows meanwhile: a rate is of its own window.
         rest = time.monotonic() - self._stepped if self._resting else 0.0
