@@ -38,8 +38,8 @@ class Volume:
         ends = plan.starts + plan.query_lens
         single = plan.num_tokens == plan.num_seqs
         for i, window in enumerate(windows):
-            first = ends if window is None else np.minimum(ends, plan.query_lens + np.int32(window - 1))
-            keys = int(first.sum())
+            seen = ends if window is None else np.minimum(ends, plan.query_lens + np.int32(window - 1))
+            keys = int(seen.sum())
             self.keys[i] += keys
             self.pairs[i] += keys if single else int((_seen(ends, window) - _seen(plan.starts, window)).sum())
 

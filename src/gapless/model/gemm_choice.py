@@ -122,8 +122,9 @@ GATED: dict[tuple[int, int, int, int], Gated] = {
     (241, 256, 28672, 4096): Gated(128, 128, 64, stages=4, warps=8),
 }
 """Gated products of more tokens than the kernels above are for: (least tokens, most tokens, n, k). Where
-``benchmarks/gemm_wide.py --only silu`` found them quicker on an H200: with tiles of 128 tokens, that is where the last
-tile is full or the weights are the work. What is not here is left to cuBLAS and the SiLU kernel."""
+``benchmarks/gemm_wide.py --only silu`` found them quicker on an H200, at 80, 96, 128 and 256 tokens: with tiles of 128,
+where one holds all tokens, or two are full. Captured steps have such sizes; in between it was not measured. What is not
+here is left to cuBLAS and the SiLU kernel."""
 
 
 def default(product: Product) -> GemmConfig | None:
