@@ -275,7 +275,8 @@ def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[Cau
             attend=attention.attend_cached,
         )
         small = fused.enable_small_batches()
-        fused.enable_gated()
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:  # where it was measured
+            fused.enable_gated()
         if config.check_model:
             probe_parity(plain, fast=fused)
     except (NotFusable, UnsupportedModelError) as error:
