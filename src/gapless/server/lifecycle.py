@@ -225,6 +225,7 @@ class Lifecycle:
         assert self._ready is not None
         try:
             tokenizer = asyncio.create_task(self._load_tokenizer())
+            tokenizer.add_done_callback(lambda task: task.cancelled() or task.exception())  # the engine's reason counts
             ready = await self._ready
             await self._open(ready, await tokenizer)
         except Exception as error:
