@@ -60,3 +60,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the nearest of ``known``, or an empty string when nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def shorter(prompt_len: int, longest: int) -> str:
+    """What to do about a prompt of ``prompt_len`` tokens that does not fit into ``longest`` with its output."""
+    left = longest - prompt_len
+    if left > 0:
+        return f"Shorten the prompt or lower max_tokens to {left} or less"
+    return f"Shorten the prompt to {longest - 1} tokens or less"

@@ -260,7 +260,7 @@ class LLM:
 
 def _listed(name: str, several: Any) -> list[Any]:
     if isinstance(several, (str, bytes, Mapping)) or not isinstance(several, Iterable):
-        raise RequestError(f"{name} of type {type(several).__name__} is not allowed: a list is")
+        raise RequestError(f"{name} of type {type(several).__name__} is not allowed: give a list")
     return list(several)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from gapless.config import EngineConfig
 from gapless.drafting import Drafting
-from gapless.errors import RequestError
+from gapless.errors import RequestError, shorter
 from gapless.grammar.matcher import fill_masks
 from gapless.messages import Finished, PromptRecords, StepMessage
 from gapless.outbox import NO_TOKENS, Outbox
@@ -115,7 +115,7 @@ class Scheduler:
         if length > longest:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {length}; max_model_len "
-                f"is {longest}. Shorten the prompt or lower max_tokens to {max(longest - prompt_len, 0)} or less"
+                f"is {longest}. {shorter(prompt_len, longest)}"
             )
         self.blocks.refuse_what_never_fits(length + self.layout.max_model_len - self._longest)  # drafts beyond the end
 

@@ -298,7 +298,7 @@ async def _wait_for_model(client: HttpClient, model: str | None, seconds: float)
     Raises:
         CommandError: it does not, in that time, or it refuses.
     """
-    end = time.monotonic() + seconds
+    end, told = time.monotonic() + seconds, False
     while True:
         try:
             answer = await client.get("/v1/models")
@@ -318,6 +318,9 @@ async def _wait_for_model(client: HttpClient, model: str | None, seconds: float)
             raise CommandError(f"the answer to /v1/models is not a list of models: {error!r}") from error
         if time.monotonic() > end:
             raise CommandError(f"the server does not answer as it should: {reason}")
+        if not told:
+            print(f"gapless: waiting up to {seconds:g} s for the server: {reason}", file=sys.stderr)
+            told = True
         await asyncio.sleep(0.5)
 
 

@@ -234,6 +234,8 @@ def _read_config(source: str) -> PreTrainedConfig:
                 " It is no folder here, and could not be fetched from the Hub: check the name, the "
                 "network and HF_HUB_OFFLINE, log in if it is private, or give a local folder."
             )
+        if source == "smollm2":
+            hint = " Only the commands know that name; in a program give gapless.model.smollm2.get_smollm2()."
         raise ConfigError(
             f"model={source!r}: its config cannot be read.{hint} ({_first_line(error)})"
         ) from error

@@ -20,7 +20,7 @@ import msgspec
 from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
 from gapless.engine import EngineStats
-from gapless.errors import EngineClosedError, EngineDeadError, RequestError
+from gapless.errors import EngineClosedError, EngineDeadError, RequestError, shorter
 from gapless.request import FinishReason, LoraRef, Request, SamplingParams
 from gapless.server.wire import (
     Act,
@@ -164,8 +164,7 @@ class RemoteScheduler:
         if prompt_len + max_tokens > longest:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together "
-                f"{prompt_len + max_tokens}; at most {longest} fit. Shorten the prompt or lower max_tokens to "
-                f"{max(longest - prompt_len, 0)} or less"
+                f"{prompt_len + max_tokens}; at most {longest} fit. {shorter(prompt_len, longest)}"
             )
 
     def snapshot(self) -> SchedulerStats:

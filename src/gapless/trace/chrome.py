@@ -24,8 +24,11 @@ class TraceError(ValueError):
 
 def open_trace(path: Path) -> IO[bytes]:
     """Open a plain or a gzip file, by its first bytes."""
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     return cast("IO[bytes]", gzip.open(path)) if zipped else path.open("rb")
 
 
