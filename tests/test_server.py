@@ -162,6 +162,18 @@ def test_echo(server: LiveServer, expected: dict[str, Any]) -> None:
     assert len(only["choices"][0]["logprobs"]["tokens"]) == len(tokenizer()("hello")["input_ids"])
 
 
+def test_offsets_of_a_stream_are_those_of_the_whole(server: LiveServer, expected: dict[str, Any]) -> None:
+    """Also while text is held back, because it may begin a stop string, and inside a character."""
+    text = expected["hello"].text
+    body = {"prompt": "hello", "max_tokens": 9, "logprobs": 0, "stop": [text + "!"], **GREEDY}
+    for more in ({}, {"echo": True}, {"return_tokens_as_token_ids": True}):
+        whole = server.post("/v1/completions", {**body, **more}).json()["choices"][0]["logprobs"]
+        chunks = [c["choices"][0]["logprobs"] for c in server.stream("/v1/completions", {**body, **more})]
+        assert len(chunks) > 1
+        for name, values in whole.items():
+            assert [value for chunk in chunks for value in chunk[name]] == values, name
+
+
 def test_token_ids(server: LiveServer, expected: dict[str, Any]) -> None:
     body = {"prompt": "hello", "max_tokens": 9, "return_token_ids": True, "return_tokens_as_token_ids": True}
     (choice,) = server.post("/v1/completions", {**body, "logprobs": 1, **GREEDY}).json()["choices"]

@@ -130,7 +130,8 @@ def _answer(call: _Call, outputs: list[RequestOutput]) -> Completion:
 
 
 def _choice(call: _Call, i: int, output: RequestOutput, c: CompletionOutput, offset: int | None) -> CompletionChoice:
-    """One of prompt ``i``'s completions, or what is new of it after ``offset`` characters; None for its beginning."""
+    """One of prompt ``i``'s completions, or what is new of it after tokens of ``offset`` characters; None for its
+    beginning."""
     first = offset is None
     text = "" if call.empty else c.text
     if first and call.echo:
@@ -194,7 +195,9 @@ class _Events:
         if offset is None and self._plain is not None:
             self._plain[index] = sse.PlainEvent(lambda text: call.completion([CompletionChoice(index, text)]))
         choice = _choice(call, i, output, c, offset)
-        self._offsets[index] = (offset or 0) + len(choice.text)
+        # By tokens, as in an answer in one piece: their text may be held back, or be a part of a character.
+        said = choice.logprobs
+        self._offsets[index] = said.text_offset[-1] + len(said.tokens[-1]) if said and said.tokens else offset or 0
         return choice
 
     def _counted(self) -> Usage:

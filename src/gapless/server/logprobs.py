@@ -51,7 +51,7 @@ class LogprobWriter:
         Args:
             ids: of the tokens.
             positions: what is known of each; None for the first token of a prompt.
-            offset: characters of the text before.
+            offset: characters of the tokens before.
         """
         out = CompletionLogprobs([], [], [], [])
         for token, found in zip(ids, positions, strict=True):
