@@ -19,7 +19,7 @@ from gapless.server import chat, completions
 from gapless.server.answer import AnswerForm
 from gapless.server.frontend import FrontEnd
 from gapless.server.protocol import ChatRequest, CompletionRequest
-from gapless.server.sse import EventStream
+from gapless.server.sse import _MARK, EventStream, PlainEvent, data
 from gapless.server.wire import Ready, Step
 from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt
@@ -137,3 +137,11 @@ def test_a_stream_is_whole_whatever_way_its_events_take(kind: str) -> None:
             print(f"seed {seed}")
             raise
     assert direct > 40
+
+
+@pytest.mark.parametrize("text", ["", "a", _MARK, '"\u20ac\n'])
+def test_a_plain_event_is_that_of_its_example_whatever_the_model_is_called(text: str) -> None:
+    def example(text: str) -> Any:
+        return {"model": _MARK, "choices": [{"text": text, "finish_reason": None}]}
+
+    assert PlainEvent(example).data(text) == data(example(text))

@@ -39,13 +39,13 @@ class PlainEvent:
     """Writes events that differ in one text only, without encoding the rest of them again.
 
     Args:
-        example: makes the event for a text.
+        example: makes the event for a text. What else it says, such as the model's name, comes before the text.
     """
 
     __slots__ = ("_head", "_tail")
 
     def __init__(self, example: Callable[[str], Any]) -> None:
-        self._head, self._tail = data(example(_MARK)).split(_encode(_MARK))
+        self._head, _, self._tail = data(example(_MARK)).rpartition(_encode(_MARK))
 
     def data(self, text: str) -> bytes:
         """The same as `data` of the example."""
