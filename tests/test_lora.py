@@ -438,6 +438,7 @@ def test_an_adapter_is_not_written_over_before_it_has_left() -> None:
         memory.load(2)
         device.synchronize()
         assert memory.buffer.amax(1).tolist() == [0, 1, 2]
+        assert device.copies.waits == 0, "only the loop's thread counts, and it waits once a step"
     finally:
         gate.set()
         device.close()

@@ -65,8 +65,11 @@ class Event(Protocol):
         """True when the marked work has ended."""
         ...
 
-    def synchronize(self) -> None:
-        """The host waits for the marked work. Raises `DeviceError` if the device has failed."""
+    def synchronize(self, *, counted: bool = True) -> None:
+        """The host waits for the marked work. Raises `DeviceError` if the device has failed.
+
+        Only the loop's thread may have its waits counted, see `CopyCounts`.
+        """
         ...
 
     def elapsed_ms(self, later: Event) -> float:

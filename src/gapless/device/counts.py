@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CopyCounts:
-    """Copies asked for since the device was made, and waits of the host for one of its events."""
+    """Copies asked for since the device was made, and waits of the host for one of its events.
+
+    Counted on the loop's thread only; another one that waits is not counted, see `gapless.device.base.Event`.
+    """
 
     h2d: int = 0
     d2h: int = 0

@@ -95,8 +95,9 @@ class CpuEvent:
     def query(self) -> bool:
         return self._latest is None or self._latest.done.is_set()
 
-    def synchronize(self) -> None:
-        self._device.copies.waits += 1
+    def synchronize(self, *, counted: bool = True) -> None:
+        if counted:
+            self._device.copies.waits += 1
         if self._latest is not None:
             self._device.wait_for(self._latest)
         self._device.raise_error()

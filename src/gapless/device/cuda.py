@@ -51,8 +51,9 @@ class CudaEvent:
     def query(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
-    def synchronize(self) -> None:
-        self._counts.waits += 1
+    def synchronize(self, *, counted: bool = True) -> None:
+        if counted:
+            self._counts.waits += 1
         self.event.synchronize()  # sync-ok: the d2h event of the oldest step
 
     def elapsed_ms(self, later: Event) -> float:

@@ -81,8 +81,9 @@ class SimulatedEvent:
     def query(self) -> bool:
         return self.latest is None or self.latest.done
 
-    def synchronize(self) -> None:
-        self._device.copies.waits += 1
+    def synchronize(self, *, counted: bool = True) -> None:
+        if counted:
+            self._device.copies.waits += 1
         if self.latest is not None:
             self._device.wait_for(self.latest)
 

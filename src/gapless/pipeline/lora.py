@@ -35,7 +35,7 @@ class LoraMemory:
     def stage(self, adapter: Mapping[str, LoraWeights]) -> None:
         """Write an adapter that `AdapterBank.check` took to the pinned memory. Blocks until the last one has left it;
         for the thread of whoever loads it, not for the loop's."""
-        self._loaded.synchronize()  # sync-ok: off the step path, on the caller's thread
+        self._loaded.synchronize(counted=False)  # sync-ok: off the step path, on the caller's thread
         with self._device.host_access(Access(writes=(self._staging,)), "stage"):
             self.bank.pack(adapter, self._staging)
 

@@ -94,7 +94,6 @@ class Proposer(Protocol):
         """The model has computed these tokens ``[T]`` of a step with prompts in it."""
         ...
 
-
     def drop_pool(self) -> None:
         """Let go of what is large; no step is in flight."""
         ...
