@@ -8,12 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gapless.kv.pool import ROOT, BlockPool, block_key, block_keys
+from gapless.kv.pool import ROOT, BlockPool, block_keys
 from gapless.plan import NULL_BLOCK
 
 
 def tokens(i: int) -> np.ndarray:
     return np.full(8, i, np.int32)
+
+
+def block_key(parent: bytes, content: np.ndarray, extra: bytes = b"") -> bytes:
+    return block_keys(parent, [content.tobytes()], extra)[0]
+
+
+def publish(pool: BlockPool, block: int, key: bytes, content: np.ndarray) -> None:
+    pool.publish([block], [key], [content.tobytes()])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -48,7 +56,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), content=st.integers(0, 5))
     def publish(self, data: st.DataObject, content: int) -> None:
         block = data.draw(st.sampled_from([b for owner in self.owned for b in owner]))
-        self.pool.publish(block, block_key(ROOT, tokens(content)), tokens(content))
+        publish(self.pool, block, block_key(ROOT, tokens(content)), tokens(content))
 
     @rule(content=st.integers(0, 5))
     def share(self, content: int) -> None:
@@ -81,7 +89,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     keys = []
     for i, block in enumerate(blocks):
         keys.append(block_key(keys[-1] if keys else ROOT, tokens(i)))
-        pool.publish(block, keys[-1], tokens(i))
+        publish(pool, block, keys[-1], tokens(i))
     pool.release(blocks)
     pool.allocate(1)
     assert [pool.lookup(k, tokens(i)) is not None for i, k in enumerate(keys)] == [True, True, False]
@@ -91,7 +99,7 @@ def test_a_lookup_compares_tokens_and_keys_differ_by_parent_and_salt() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1) or []
     key = block_key(ROOT, tokens(1))
-    pool.publish(block, key, tokens(1))
+    publish(pool, block, key, tokens(1))
     assert pool.lookup(key, tokens(2)) is None
     assert len({key, block_key(key, tokens(1)), block_key(ROOT, tokens(1), b"tenant"), block_key(ROOT, tokens(2))}) == 4
 
@@ -142,6 +150,6 @@ def test_publishing_many_skips_the_null_block() -> None:
     blocks = pool.allocate(2) or []
     held = [tokens(i).tobytes() for i in range(3)]
     keys = block_keys(ROOT, held)
-    pool.publish_all([blocks[0], NULL_BLOCK, blocks[1]], keys, held)
+    pool.publish([blocks[0], NULL_BLOCK, blocks[1]], keys, held)
     assert [pool.lookup(key, tokens(i)) for i, key in enumerate(keys)] == [blocks[0], None, blocks[1]]
     pool.check(blocks)

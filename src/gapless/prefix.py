@@ -87,7 +87,7 @@ class PrefixCache:
         contents = self._blocks_of_tokens(row, first, full)
         keys = self._hashes(row, full)[first:full]
         for pool, blocks in zip(self._pools, r.block_tables[:, row, first:full].tolist(), strict=True):
-            pool.publish_all(blocks, keys, contents)
+            pool.publish(blocks, keys, contents)
         r.blocks_hashed[row] = full
 
     def publish_generated(self, rows: Iterable[int]) -> None:

@@ -26,16 +26,12 @@ from gapless.plan import I32, NULL_BLOCK
 ROOT = b""
 
 
-def block_key(parent: bytes, tokens: I32, extra: bytes = b"") -> bytes:
-    """Hash of one full block whose predecessor hashes to ``parent`` (`ROOT` for the first).
+def block_keys(parent: bytes, blocks: Iterable[bytes], extra: bytes = b"") -> list[bytes]:
+    """Hashes of full blocks that follow each other, each given as the bytes of its tokens; the predecessor of the first
+    hashes to ``parent``, or is `ROOT`.
 
     Blocks of equal tokens with another ``extra`` hash differently. All of it counts, however long it is.
     """
-    return block_keys(parent, [tokens.tobytes()], extra)[0]
-
-
-def block_keys(parent: bytes, blocks: Iterable[bytes], extra: bytes = b"") -> list[bytes]:
-    """`block_key` of full blocks that follow each other; each is given as the bytes of its tokens."""
     if len(extra) > hashlib.blake2b.MAX_KEY_SIZE:
         extra = hashlib.blake2b(extra).digest()
     start, keys = hashlib.blake2b(digest_size=16, key=extra).copy, []  # to copy one is quicker than to make one
@@ -119,12 +115,9 @@ class BlockPool:
                 else:
                     free.append(block)
 
-    def publish(self, block: int, key: bytes, tokens: I32) -> None:
-        """Let later lookups find an owned block. A key that is known already keeps its first block."""
-        self.publish_all([block], [key], [tokens.tobytes()])
-
-    def publish_all(self, blocks: list[int], keys: list[bytes], tokens: list[bytes]) -> None:
-        """`publish` each of them but the null block, which stands for what a row has left behind."""
+    def publish(self, blocks: list[int], keys: list[bytes], tokens: list[bytes]) -> None:
+        """Let later lookups find these owned blocks, but not the null block, which stands for what a row has left
+        behind. A key that is known already keeps its first block."""
         by_key, key_of, tokens_of = self._by_key, self._keys, self._tokens
         for block, key, held in zip(blocks, keys, tokens, strict=True):
             if key not in by_key and not key_of[block] and block != NULL_BLOCK:
