@@ -91,6 +91,11 @@ class Prefill:
         return min(length, to_score - start, 1 + builder.seqs_left)
 
     def _plan_chunk(self, row: int, length: int, builder: StepBuilder) -> None:
+        """Also publishes the blocks that the chunk completes, so a row with a chunk must stay in the step.
+
+        It does: blocks are taken from the last of the running rows, chunks are planned by rank, and a starting row
+        takes from none.
+        """
         r = self._rows
         start = int(r.computed[row])
         if r.scored[row] <= start < r.to_score[row]:
@@ -138,7 +143,7 @@ class Prefill:
             started = self._start(row, builder)
             builder.updates_left += len(params)
             if not started:
-                self._rows.release(row)
+                self._rows.release(row)  # takes back the assignment above: no step has named the row
                 if not builder.full:
                     self._blocked = (request_id, self._blocks.available)
                 return False

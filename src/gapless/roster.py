@@ -94,7 +94,7 @@ class Roster:
         self._draining.append(row)
 
     def release(self) -> None:
-        """The one place where rows come back: finished, and no step in flight names them."""
+        """The one place where rows that ran come back: finished, and no step in flight names them."""
         waiting = []
         for row in self._draining:
             if self._rows.in_flight[row]:
