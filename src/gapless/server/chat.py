@@ -143,8 +143,7 @@ class _Events:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._answers = dict[int, Answer]()
         self._generated = 0
-        special = call.writer is not None or self._continuous or bool(call.body.return_token_ids)
-        self._special = special
+        self._special = call.writer is not None or self._continuous or bool(call.body.return_token_ids)
         self._content = dict[int, sse.PlainEvent]()  # of those that have begun
         self._thought = dict[int, sse.PlainEvent]()
 

@@ -132,7 +132,7 @@ class Lifecycle:
         self._connection: Connection | None = None
         self._server: _Server | None = None
         self._ready: asyncio.Future[Ready] | None = None
-        self._end: asyncio.Event | None = None
+        self._end = asyncio.Event()
         self._signals = 0
         self._code = EXIT_OK
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -142,7 +142,6 @@ class Lifecycle:
         options = self.options
         bound = bind(options)
         loop = asyncio.get_running_loop()
-        self._end = asyncio.Event()
         self._ready = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):  # not the main thread
@@ -273,24 +272,23 @@ class Lifecycle:
 
     def _take(self, message: ToFrontEnd) -> None:
         front_end = self.serving.opened
-        if isinstance(message, Step):
-            if front_end is not None:
-                front_end.take(message)
-        elif isinstance(message, Refused):
-            if front_end is not None:
-                front_end.client.refuse(message)
-        elif isinstance(message, Acted):
-            if front_end is not None:
-                front_end.acted(message)
-        elif isinstance(message, Ready):
+        if isinstance(message, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, Died):
             self._fail(message.reason, 2 if message.usage else 1)
+        elif front_end is None:
+            return  # signs of life while the rest is loaded
+        elif isinstance(message, Step):
+            front_end.take(message)
+        elif isinstance(message, Refused):
+            front_end.client.refuse(message)
+        elif isinstance(message, Acted):
+            front_end.acted(message)
 
     def _lost(self, reason: str) -> None:
         """The connection is gone. Expected once the server ends."""
-        if self.serving.state is not State.FAILED and not (self._end is not None and self._end.is_set()):
+        if self.serving.state is not State.FAILED and not self._end.is_set():
             code = None
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -307,8 +305,7 @@ class Lifecycle:
         self._code = code
         if self.serving.opened is not None:
             self.serving.opened.fail(reason)
-        if self._end is not None:
-            self._end.set()
+        self._end.set()
 
     async def _watch(self) -> None:
         """Once a second: slow clients."""
@@ -322,8 +319,6 @@ class Lifecycle:
     def stop(self) -> None:
         """Drain and end; the second call does not wait."""
         self._signals += 1
-        if self._end is None:
-            return
         if self._signals > 1 or self.serving.opened is None:
             logger.info("ending at once")
             self._end.set()
@@ -337,7 +332,6 @@ class Lifecycle:
         end = time.monotonic() + seconds
         while front_end.tickets and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        assert self._end is not None
         self._end.set()
 
     async def _shut_down(self, serving: asyncio.Task[None]) -> None:
