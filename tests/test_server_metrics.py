@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from engines import OPTIONS, model, wait_until
+from gapless.engine import EngineStats
 from gapless.kv.spec import KVSpec, StateSpec, VectorSpec
 from gapless.server.estimates import ModelSizes
+from gapless.server.metrics import Metrics
+from gapless.server.wire import Step
 from gapless.stats import SchedulerStats
 from gapless.top.exposition import Reading
 from gapless.volume import Volume
@@ -185,6 +188,18 @@ def test_a_time_without_work_is_counted_while_it_lasts(server: LiveServer) -> No
     settled(server)
     again = read(server).value("gpu_idle_seconds_total", cause="no_work") or 0.0
     assert told <= again < told + (time.monotonic() - start) + 0.5  # what was told in advance is not told twice
+
+
+def test_a_sign_of_life_within_a_step_loses_nothing() -> None:
+    metrics = Metrics("gapless", "m")
+    for steps, computed, generated, busy in ((1, 64, 0, 1.0), (1, 100, 1, 2.0), (2, 110, 2, 3.0)):
+        stats = SchedulerStats(tokens_computed=computed, generated_tokens=generated)
+        metrics.step(Step(None, EngineStats(steps=steps, in_flight=1, busy=busy), stats))
+    found = Reading.of(0.0, metrics.text().decode())
+    assert found.value("iteration_tokens_total_sum") == 110
+    assert found.value("iteration_tokens_total_count") == 2
+    assert found.value("inter_token_latency_seconds_count") == 2
+    assert found.value("inter_token_latency_seconds_sum") == 2 * 2.0
 
 
 def test_options_of_the_cache(server: LiveServer) -> None:

@@ -128,6 +128,7 @@ class Metrics(Collector):
         self._http: dict[tuple[str, str, int], int] = {}
         self._http_seconds: dict[tuple[str, str], Histogram] = {}
         self._step = Step(None, EngineStats(), SchedulerStats())  # counters are there, and zero, from the start
+        self._counted = self._step  # the latest with a step that none before it had: a sign of life is not one
         self._stepped = 0.0  # when the latest step was heard of
         self._resting = False  # nothing has happened since
         self._no_work = 0.0  # seconds that were told
@@ -145,7 +146,7 @@ class Metrics(Collector):
 
     def step(self, step: Step) -> None:
         """A message of the engine."""
-        before, self._step = self._step, step
+        before, self._step = self._counted, step
         if step.message is not None:
             for seconds, tokens in zip(step.message.waits, step.message.prefills, strict=True):
                 self._histograms["request_queue_time_seconds"].observe(seconds)
@@ -154,7 +155,7 @@ class Metrics(Collector):
         if steps <= 0:
             self._resting = step.engine.steps > 0 and step.engine.in_flight == 0
             return
-        self._stepped, self._resting = time.monotonic(), False
+        self._counted, self._stepped, self._resting = step, time.monotonic(), False
         computed = step.scheduler.tokens_computed - before.scheduler.tokens_computed
         self._histograms["iteration_tokens_total"].observe(computed / steps, steps)
         # Steps follow one another without a gap that is not counted, so that this is the time from step to step, and a
