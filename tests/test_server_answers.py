@@ -108,7 +108,7 @@ def test_items_of_a_response() -> None:
     body = ResponsesRequest(input="x")
     form = AnswerForm(NAMES, "hermes", reasoning=True)
     prompt = EncodedPrompt(None, np.array([5, 6], np.int32))
-    call = Call("id", "m", 0, to_chat(body), prompt, 1, form, None)
+    call = Call("id", "m", 0, to_chat(body), prompt, form, None)
     writer = _Writer(body, call)
     events = []
     for i, char in enumerate(text):

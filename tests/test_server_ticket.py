@@ -66,7 +66,7 @@ def events_of(kind: str, prompts: list[EncodedPrompt], n: int) -> Any:
         body = CompletionRequest(prompt="x", stream=True)
         return completions._Events(completions._Call("id", "m", 0, body, prompts, [], n, False, False, None))
     form = AnswerForm(reasoning=True, inside=True) if kind == "reasoning" else AnswerForm()
-    return chat._Events(chat.Call("id", "m", 0, ChatRequest(messages=[]), prompts[0], n, form, None))
+    return chat._Events(chat.Call("id", "m", 0, ChatRequest(messages=[]), prompts[0], form, None))
 
 
 async def whole(kind: str, seed: int) -> int:

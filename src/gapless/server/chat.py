@@ -42,7 +42,6 @@ class Call:
     created: int
     body: ChatRequest
     prompt: EncodedPrompt
-    n: int
     form: AnswerForm
     writer: LogprobWriter | None
 
@@ -97,7 +96,7 @@ async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingPa
         as_ids = bool(body.return_tokens_as_token_ids)
         writer = LogprobWriter(serving.prompts.tokenizer, body.top_logprobs or 0, as_ids)
     created = int(time.time())
-    return Call(new_id("chatcmpl"), model, created, body, prompt, params.n, form, writer), params
+    return Call(new_id("chatcmpl"), model, created, body, prompt, form, writer), params
 
 
 def _logprobs(call: Call, c: CompletionOutput) -> ChatLogprobs | None:

@@ -33,20 +33,21 @@ class DevRoutes:
             Route("/is_sleeping", self.is_sleeping),
         ]
 
+    async def _act(self, action: str, argument: str = "") -> Response:
+        await self._serving.front_end.act(action, argument)
+        return Response()
+
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget all cached prefixes."""
-        await self._serving.front_end.act("reset_prefix_cache")
-        return Response()
+        return await self._act("reset_prefix_cache")
 
     async def pause(self, request: Request) -> Response:
         """``mode``: keep, abort or finish."""
-        await self._serving.front_end.act("pause", request.query_params.get("mode", "abort"))
-        return Response()
+        return await self._act("pause", request.query_params.get("mode", "abort"))
 
     async def resume(self, request: Request) -> Response:
         """End a pause."""
-        await self._serving.front_end.act("resume")
-        return Response()
+        return await self._act("resume")
 
     async def is_paused(self, request: Request) -> Response:
         """Whether it holds."""
@@ -54,13 +55,11 @@ class DevRoutes:
 
     async def sleep(self, request: Request) -> Response:
         """``level``: 1 or 2."""
-        await self._serving.front_end.act("sleep", request.query_params.get("level", "1"))
-        return Response()
+        return await self._act("sleep", request.query_params.get("level", "1"))
 
     async def wake_up(self, request: Request) -> Response:
         """End a sleep."""
-        await self._serving.front_end.act("wake")
-        return Response()
+        return await self._act("wake")
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether it sleeps."""

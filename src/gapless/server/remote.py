@@ -118,9 +118,6 @@ class RemoteEngine:
         self.closed = False
         self.stats = EngineStats()
 
-    def start(self) -> None:
-        """It runs already."""
-
     def raise_if_dead(self) -> None:
         """As `Engine.raise_if_dead`."""
         if self.error is not None:
@@ -176,7 +173,6 @@ class RemoteScheduler:
 class RemoteModel:
     """What `EngineClient` asks of a model."""
 
-    name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
@@ -215,7 +211,7 @@ class RemoteBuilt:
 
     engine: RemoteEngine
     scheduler: RemoteScheduler
-    model: RemoteModel | None
+    model: RemoteModel
     config: EngineConfig
 
 
@@ -238,7 +234,7 @@ class RemoteClient(EngineClient):
         self._remote = RemoteBuilt(
             RemoteEngine(self._connection),
             RemoteScheduler(ready.longest),
-            RemoteModel(ready.model_name, ready.vocab_size, tuple(ready.eos_token_ids)),
+            RemoteModel(ready.vocab_size, tuple(ready.eos_token_ids)),
             config,
         )
         return self._remote

@@ -92,7 +92,6 @@ class Ticket:
         self.groups: list[RequestGroup] = []
         self.generated: dict[int, dict[int, int]] = {}  # new tokens by prompt, of each of its completions
         self.reasons: list[str] = []  # of the completions that have ended
-        self.started = False
         self.lora: str | None = None
         self.sending_since: float | None = None
         self.end_reason: str | None = None
@@ -149,9 +148,7 @@ class Ticket:
             return False
         self._events.append(event)
         self.generated[index][number] += tokens
-        if not self._is_due:
-            self._is_due = True
-            self._due.append(self)
+        self._note()
         return True
 
     def _put(self, index: int, output: RequestOutput) -> None:
@@ -162,6 +159,7 @@ class Ticket:
             self._outputs[index] = output
         else:
             accumulate(before, output)
+        first = not self.started
         new, generated = 0, self.generated.get(index)
         if generated is None:
             generated = self.generated[index] = {}
@@ -171,8 +169,7 @@ class Ticket:
             if c.finish_reason is not None:
                 self.reasons.append(c.finish_reason)
         self._pending += new
-        wake = output.finished or not self.started or self._pending >= self._interval
-        self.started = True
+        wake = output.finished or first or self._pending >= self._interval
         if output.finished:
             self._open -= 1
         elif self._pending > self._buffer_tokens:
@@ -181,7 +178,12 @@ class Ticket:
             return
         if self.sink is None or output.finished:
             self._wake()
-        elif not self._is_due:  # once a step, however many of its prompts got something
+        else:
+            self._note()
+
+    def _note(self) -> None:
+        """Have `pump` called: once a step, however many of its prompts got something."""
+        if not self._is_due:
             self._is_due = True
             self._due.append(self)
 
@@ -257,6 +259,11 @@ class Ticket:
         return [found[i] for i in range(len(self.groups))]
 
     @property
+    def started(self) -> bool:
+        """Some prompt has had an output."""
+        return bool(self.generated)
+
+    @property
     def done(self) -> bool:
         """Every prompt has had its last output, taken or not."""
         return self._open == 0
@@ -264,7 +271,7 @@ class Ticket:
     @property
     def exhausted(self) -> bool:
         """Every prompt's last output has been taken."""
-        return self._open == 0 and not self._outputs and self._error is None
+        return self.done and not self._outputs and self._error is None
 
     def close(self) -> None:
         """Release everything; what still runs is aborted. Safe to call twice."""
