@@ -203,7 +203,8 @@ def _syncs(recording: Recording) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _durations(calls: Spans) -> Iterable[tuple[int, float]]:
-    return zip(calls.name.tolist(), ((calls.end - calls.start) / 1e3).tolist(), strict=True)
+    microseconds = (calls.end - calls.start) / 1e3
+    return zip(calls.name.tolist(), microseconds.tolist(), strict=True)  # sync-ok: NumPy, of a trace
 
 
 def _sync_lines(recording: Recording, host: Host, in_window: np.ndarray[Any, Any]) -> Iterable[tuple[str, float]]:
@@ -229,7 +230,7 @@ def _phases(recording: Recording, steps: Steps) -> dict[str, float]:
     own = {i: t.removeprefix(PREFIX) for i, t in enumerate(recording.names) if t.startswith(PREFIX)}
     inside = spans.pick(np.isin(spans.name, list(own)) & (spans.start < end) & (spans.end > start))
     total: dict[str, float] = {}
-    for lane in sorted(set(inside.lane.tolist())):
+    for lane in sorted(set(inside.lane.tolist())):  # sync-ok: NumPy, of a trace
         mine = inside.pick(inside.lane == lane)
         for a, b, row in mine.nested().pieces(start, end):
             if row >= 0:

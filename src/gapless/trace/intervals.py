@@ -30,7 +30,7 @@ class Intervals:
 
     def pairs(self) -> list[tuple[float, float]]:
         """As plain numbers."""
-        return list(zip(self.start.tolist(), self.end.tolist(), strict=True))
+        return list(zip(self.start.tolist(), self.end.tolist(), strict=True))  # sync-ok: NumPy, of a trace
 
     @property
     def total(self) -> float:
@@ -84,8 +84,8 @@ class Nested:
         self.start, self.end = start, end
         self.parent = np.full(len(start), -1, np.int64)
         stack: list[int] = []
-        ends = end.tolist()
-        for i, begin in enumerate(start.tolist()):
+        ends = end.tolist()  # sync-ok: NumPy, of a trace
+        for i, begin in enumerate(start.tolist()):  # sync-ok: NumPy, of a trace
             while stack and ends[stack[-1]] <= begin:
                 stack.pop()
             if stack:

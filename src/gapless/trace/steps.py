@@ -96,16 +96,17 @@ def _by_annotation(recording: Recording, name: str) -> Steps:
     numbers = [i for i, text in enumerate(recording.names) if text.startswith(name)]
     ranges = recording.annotations.pick(np.isin(recording.annotations.name, numbers))
     if not len(ranges):
-        known = sorted({recording.names[i] for i in recording.annotations.name.tolist()})
+        known = sorted({recording.names[i] for i in recording.annotations.name.tolist()})  # sync-ok: NumPy, of a trace
         raise TraceError(f"no annotation begins with {name!r}; the trace has {', '.join(known[:20]) or 'none'}")
     step_of_link: dict[int, int] = {}
     calls = recording.calls
-    for lane in set(ranges.lane.tolist()):
+    for lane in set(ranges.lane.tolist()):  # sync-ok: NumPy, of a trace
         rows = np.flatnonzero(ranges.lane == lane)
         mine = calls.pick(calls.lane == lane)
         at = np.searchsorted(ranges.start[rows], mine.start, side="right") - 1
         inside = (at >= 0) & (mine.start < ranges.end[rows][np.maximum(at, 0)])
-        for link, row in zip(mine.link[inside].tolist(), rows[at[inside]].tolist(), strict=True):
+        links, found = mine.link[inside], rows[at[inside]]
+        for link, row in zip(links.tolist(), found.tolist(), strict=True):  # sync-ok: NumPy, of a trace
             step_of_link[link] = row
     return _steps(recording, step_of_link, ranges.start, f"ranges {name!r}")
 
@@ -115,20 +116,21 @@ def _by_launches(recording: Recording, per_step: int | None) -> Steps:
     graphs = [i for i, text in enumerate(recording.names) if "GraphLaunch" in text]
     launches = calls.pick(np.isin(calls.name, graphs))
     links, counts = np.unique(recording.work.link, return_counts=True)
-    nodes = dict(zip(links.tolist(), counts.tolist(), strict=True))
+    nodes = dict(zip(links.tolist(), counts.tolist(), strict=True))  # sync-ok: NumPy, of a trace
     launches = launches.pick(np.isin(launches.link, links) & (launches.link >= 0))
     if len(launches) < 2:
         return _by_repetition(recording) or _whole(
             recording, "no steps found: fewer than two graph launches, nothing that repeats, no annotation given", 1
         )
-    sizes = np.array([nodes[link] for link in launches.link.tolist()])
+    sizes = np.array([nodes[link] for link in launches.link.tolist()])  # sync-ok: NumPy, of a trace
     period = per_step or _period(sizes)
     pause = launches.start - np.concatenate(([launches.start[0]], launches.end[:-1]))
     offsets = [float(np.median(pause[k::period])) if len(pause[k::period]) else 0.0 for k in range(period)]
     first = max(range(period), key=lambda k: offsets[k]) if period > 1 else 0
     group = (np.arange(len(launches)) - first) // period
     whole = (group >= 0) & (np.arange(len(launches)) < first + period * ((len(launches) - first) // period))
-    step_of_link = dict(zip(launches.link[whole].tolist(), group[whole].tolist(), strict=True))
+    whose, steps = launches.link[whole], group[whole]
+    step_of_link = dict(zip(whose.tolist(), steps.tolist(), strict=True))  # sync-ok: NumPy, of a trace
     starts = launches.start[first::period][: int(group[whole].max()) + 1] if whole.any() else launches.start[:0]
     how = f"{period} graph launch{'' if period == 1 else 'es in a row'} a step"
     found = _steps(recording, step_of_link, starts, how)
@@ -153,7 +155,8 @@ def _with_single_launches(recording: Recording, starts: F64, lasts: F64, lane: i
         reach = np.concatenate(([lasts[step - 1]], mine.end[inside][:-1]))
         begins[step] = mine.start[inside][int(np.argmax(mine.start[inside] - reach))]
     numbers = np.searchsorted(begins, mine.start, side="right") - 1
-    return _steps(recording, dict(zip(mine.link.tolist(), numbers.tolist(), strict=True)), begins, how)
+    step_of_link = dict(zip(mine.link.tolist(), numbers.tolist(), strict=True))  # sync-ok: NumPy, of a trace
+    return _steps(recording, step_of_link, begins, how)
 
 
 def _period(sizes: I64) -> int:
