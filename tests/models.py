@@ -115,18 +115,3 @@ def tiny(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 def tiny_llama(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """3 layers, 6 query and 2 KV heads of 8."""
     return tiny("llama", seed, **overrides)
-
-
-def tiny_qwen2(seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """As `tiny_llama`, with biases in q, k, v."""
-    return tiny("qwen2", seed, **overrides)
-
-
-def tiny_qwen3(seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """As `tiny_llama`, with q and k norms."""
-    return tiny("qwen3", seed, **overrides)
-
-
-def tiny_mistral(seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """As `tiny_llama`, with a window of 12 tokens in every layer."""
-    return tiny("mistral", seed, **overrides)

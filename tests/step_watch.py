@@ -13,7 +13,7 @@ import queue
 import random
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -286,12 +286,3 @@ def _union(spans: list[tuple[float, float]]) -> float:
         covered += max(end - max(begin, reached), 0.0)
         reached = max(reached, end)
     return covered / max(reached - spans[0][0], 1e-9)
-
-
-def kernel_names(trace: Path, count: int = 12) -> list[tuple[str, float]]:
-    """The kernels that took most time, with their milliseconds in all."""
-    total: dict[str, float] = defaultdict(float)
-    for event in json.loads(trace.read_text())["traceEvents"]:
-        if event.get("cat") == "kernel":
-            total[event["name"][:80]] += event["dur"] / 1e3
-    return sorted(total.items(), key=lambda item: -item[1])[:count]

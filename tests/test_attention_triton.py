@@ -8,10 +8,7 @@ interpreter's ``dot`` has none.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,20 +19,16 @@ from gapless.attention.context import AttentionContext, AttentionParams
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from interpreted import CHILD, run_in_the_interpreter
+
 GPU = torch.cuda.is_available()
-CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
 
 
 @pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
 def test_all_cases_in_the_interpreter() -> None:
-    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    print(done.stdout[-6000:], done.stderr[-2000:])
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 @dataclass(frozen=True)

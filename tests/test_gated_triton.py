@@ -7,10 +7,7 @@ Without a GPU the file runs once more in a child process whose Triton interprets
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -24,24 +21,19 @@ from gapless.model.adapter import TransformersModel
 from gapless.model.fused import fuse
 from gapless.model.gated_triton import Gated, gated
 from gapless.model.gemm_choice import GATED, GatedProducts
+from interpreted import CHILD, run_in_the_interpreter
 from models import tiny
 from paged import greedy
 from test_fused import attend_cached
 
 GPU = torch.cuda.is_available()
-CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
 SMALL = Gated(16, 32, 32, stages=3, warps=4, programs=3)
 interpreted = pytest.mark.skipif(not CHILD, reason="runs in the interpreter, in a child process")
 
 
 @pytest.mark.skipif(GPU or CHILD, reason="the real tile runs in this process, or these cases do already")
 def test_all_cases_in_the_interpreter() -> None:
-    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    print(done.stdout[-6000:], done.stderr[-2000:])
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:

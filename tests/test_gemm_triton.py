@@ -6,10 +6,7 @@ dependent launch and real sizes only on a GPU.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +31,9 @@ from gapless.model.gemm_triton import (
     residual,
     workspace_size,
 )
+from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()
-CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 EPS = 1e-5
 runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
@@ -44,12 +41,7 @@ runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the int
 
 @pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
 def test_all_cases_in_the_interpreter() -> None:
-    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    print(done.stdout[-6000:], done.stderr[-2000:])
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 class Chain:

@@ -5,10 +5,6 @@ Without a GPU the whole file runs once more in a child process whose Triton inte
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -18,9 +14,9 @@ from ragged import BLOCK, Ragged, Step, drive
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from gapless.model import delta_net_triton, short_conv_triton, sparse_attention_triton
+from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()
-CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
 LENGTHS = (7, 1, 10)
@@ -30,12 +26,7 @@ each_style = pytest.mark.parametrize(("style", "drafts"), CASES, ids=[f"{s}-{d}"
 
 @pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
 def test_all_cases_in_the_interpreter() -> None:
-    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    print(done.stdout[-6000:], done.stderr[-2000:])
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__, "-p", "no:xdist")
 
 
 def random_inputs(*shape: int) -> list[torch.Tensor]:

@@ -5,9 +5,6 @@ Without a GPU the file runs once more in a child process in which Triton interpr
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
@@ -19,19 +16,16 @@ from gapless.lora.bank import AdapterBank, LoraWeights, Part, Site
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from interpreted import CHILD, run_in_the_interpreter
+
 GPU = torch.cuda.is_available()
-CHILD = os.environ.get("GAPLESS_TRITON_TEST_CHILD") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.skipif(not GPU and not CHILD, reason="runs in the interpreter, in a child process")
 
 
 @pytest.mark.skipif(GPU or CHILD, reason="the kernels run in this process")
 def test_all_cases_in_the_interpreter() -> None:
-    env = dict(os.environ, TRITON_INTERPRET="1", GAPLESS_TRITON_TEST_CHILD="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__, "-k", "kernel")
 
 
 def triton_ops() -> ModuleType:
