@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model"))
     parser.add_argument("--draft-model")
     parser.add_argument("--drafts", type=int, default=4, metavar="K")
+    parser.add_argument("--pause", type=int, default=64, help="see SpeculativeConfig")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--workloads", default=None, help="default: all that the model can do")
@@ -180,7 +181,9 @@ def main() -> None:
         "num_kv_blocks": 1 + (max(batches) + 1) * -(-(longest + 16) // 16), "check_model": False,
         "max_num_batched_tokens": max(2048, max(batches) * (args.drafts + 1)),
     }  # fmt: skip
-    config = gapless.SpeculativeConfig(method=args.method, num_speculative_tokens=args.drafts, model=args.draft_model)
+    config = gapless.SpeculativeConfig(
+        method=args.method, num_speculative_tokens=args.drafts, model=args.draft_model, pause=args.pause
+    )
     cases = []
     with gapless.LLM(model, **options) as plain, gapless.LLM(model, **options, speculative=config) as drafts:
         for kind in kinds:
@@ -191,8 +194,8 @@ def main() -> None:
                 print(json.dumps(cases[-1]), flush=True)
     result = {
         "environment": environment(), "model": args.model or f"{args.shape}, random weights", "method": args.method,
-        "num_speculative_tokens": args.drafts, "depth": args.depth, "new_tokens": args.tokens, "rounds": args.rounds,
-        "cases": cases,
+        "num_speculative_tokens": args.drafts, "pause": args.pause, "depth": args.depth, "new_tokens": args.tokens,
+        "rounds": args.rounds, "cases": cases,
     }  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
