@@ -41,6 +41,16 @@ def test_as_counted_one_by_one(seed: int) -> None:
     assert (found.sequences, found.keys, found.pairs) == (sequences, keys, pairs)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 5)], ids=str)
+def test_a_batch_that_goes_on_is_counted_as_any_other(windows: tuple[int | None, ...]) -> None:
+    long, short = Volume(), Volume()
+    for step in range(20):
+        now = plan([3 + step, 9 + step, step], [1, 1, 1])
+        long.add(now, windows)
+        (short.go_on if step else short.add)(now, windows)
+        assert (long.sequences, long.keys, long.pairs) == (short.sequences, short.keys, short.pairs)
+
+
 def test_sums_of_long_contexts_do_not_overflow() -> None:
     found = Volume()
     found.add(plan([2**31 - 3] * 3, [2] * 3), (None,))

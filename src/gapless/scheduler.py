@@ -203,7 +203,7 @@ class Scheduler:
             self._end_steady()
             return None
         plan = steady.next_plan(self._step, updates)
-        self._count_step(plan)
+        self._count_step(plan, goes_on=True)
         return plan
 
     def _end_steady(self) -> None:
@@ -217,12 +217,13 @@ class Scheduler:
         been launched stays."""
         return self.rows.computed[rows]
 
-    def _count_step(self, plan: StepPlan) -> None:
+    def _count_step(self, plan: StepPlan, *, goes_on: bool = False) -> None:
         self._step += 1
         self._held = None if plan.constrained is None else plan
         self.stats.steps += 1
         self.stats.tokens_computed += plan.num_tokens
-        self.stats.volume.add(plan, self.layout.windows)
+        volume = self.stats.volume
+        (volume.go_on if goes_on else volume.add)(plan, self.layout.windows)
 
     def _plan_decodes(self, builder: StepBuilder) -> None:
         r, running = self.rows, self.roster.running

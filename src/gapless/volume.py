@@ -29,6 +29,7 @@ class Volume:
     sequences: int = 0
     keys: list[int] = field(default_factory=list)
     pairs: list[int] = field(default_factory=list)
+    _last: int = 0  # positions read in the latest step, of a group that sees all
 
     def add(self, plan: StepPlan, windows: tuple[int | None, ...]) -> None:
         """Count a step of an engine whose groups see ``windows`` positions."""
@@ -36,12 +37,24 @@ class Volume:
             self.keys, self.pairs = [0] * len(windows), [0] * len(windows)
         self.sequences += plan.num_seqs
         ends = plan.starts + plan.query_lens
+        self._last = int(ends.sum())
         single = plan.num_tokens == plan.num_seqs
         for i, window in enumerate(windows):
             seen = ends if window is None else np.minimum(ends, plan.query_lens + np.int32(window - 1))
             keys = int(seen.sum())
             self.keys[i] += keys
             self.pairs[i] += keys if single else int((_seen(ends, window) - _seen(plan.starts, window)).sum())
+
+    def go_on(self, plan: StepPlan, windows: tuple[int | None, ...]) -> None:
+        """As `add`, of the latest step once more with each of its sequences, one token long, one position further."""
+        if any(window is not None for window in windows):
+            self.add(plan, windows)
+            return
+        self._last += plan.num_seqs
+        self.sequences += plan.num_seqs
+        for i in range(len(windows)):
+            self.keys[i] += self._last
+            self.pairs[i] += self._last
 
 
 def _seen(end: npt.NDArray[np.int32], window: int | None) -> I64:

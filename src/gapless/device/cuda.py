@@ -3,6 +3,10 @@
 The loop's thread enters `CudaDevice.thread_context` once; from then on the compute stream is its current stream, so
 that `launch` is a plain call and nothing of a step runs on the default stream. Captures are thread-local (two engines
 in two threads work) and share one memory pool: replays of one engine never overlap, so they may use the same memory.
+
+A step's two copies call the runtime itself where `cuda.bindings` is installed, as it is with PyTorch for CUDA. A thread
+that has just waited some milliseconds finds its caches cold, and the way through ``Tensor.copy_`` is long: it was half
+of what a launch cost the host (``benchmarks/launch_cost.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +19,13 @@ from typing import cast
 
 import torch
 
-from gapless.device.base import NOTHING, Access, Event, Stream
+from gapless.device.base import NOTHING, Access, DeviceError, Event, Stream
 from gapless.device.counts import CopyCounts
+
+try:
+    from cuda.bindings import runtime
+except ImportError:
+    runtime = None
 
 EXCLUSIVE = threading.RLock()
 """Held while graphs are captured and while memory is given back: in one process the two exclude each other, and
@@ -60,6 +69,27 @@ class CudaEvent:
         return float(self.event.elapsed_time(cast(CudaEvent, later).event))
 
 
+def _copier(stream: CudaStream, kind: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """What enqueues a copy on ``stream`` from its second to its first argument, contiguous and of equal size; the one
+    on the host is pinned. ``kind`` is a name of the runtime's ``cudaMemcpyKind``."""
+    if runtime is None or torch.version.cuda is None:
+        on_stream = torch.cuda.stream(stream)
+
+        def by_torch(dst: torch.Tensor, src: torch.Tensor) -> None:
+            with on_stream:
+                dst.copy_(src, non_blocking=True)
+
+        return by_torch
+    direction, handle = runtime.cudaMemcpyKind[kind], stream.cuda_stream
+
+    def by_runtime(dst: torch.Tensor, src: torch.Tensor) -> None:
+        (error,) = runtime.cudaMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.nbytes, direction, handle)
+        if error != 0:
+            raise DeviceError(f"the {stream.name} stream took no copy of {src.nbytes} bytes: {error!r}")
+
+    return by_runtime
+
+
 class CudaDevice:
     """See `gapless.device.base.Device`.
 
@@ -75,7 +105,8 @@ class CudaDevice:
             self._streams = idle.pop() if idle else (self._stream("h2d"), self._stream("compute"), self._stream("d2h"))
             self.pool = torch.cuda.graph_pool_handle()
         self._h2d, self._compute, self._d2h = self._streams
-        self._on_h2d, self._on_d2h = torch.cuda.stream(self._h2d), torch.cuda.stream(self._d2h)
+        self._copy_h2d = _copier(self._h2d, "cudaMemcpyHostToDevice")
+        self._copy_d2h = _copier(self._d2h, "cudaMemcpyDeviceToHost")
         self.h2d: Stream = self._h2d
         self.compute: Stream = self._compute
         self.d2h: Stream = self._d2h
@@ -107,14 +138,12 @@ class CudaDevice:
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.h2d += 1
         self.copies.h2d_bytes += src.nbytes
-        with self._on_h2d:
-            dst.copy_(src, non_blocking=True)
+        self._copy_h2d(dst, src)
 
     def copy_d2h(self, dst: torch.Tensor, src: torch.Tensor, name: str) -> None:
         self.copies.d2h += 1
         self.copies.d2h_bytes += src.nbytes
-        with self._on_d2h:
-            dst.copy_(src, non_blocking=True)
+        self._copy_d2h(dst, src)
 
     def launch(self, work: Callable[[], None], access: Access, name: str) -> None:
         work()  # the caller's current stream is the compute stream, see thread_context

@@ -12,6 +12,8 @@ Life of a slot, and who may touch it:
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import torch
 
@@ -48,16 +50,36 @@ class Slot:
         self.d2h_done = device.event()
         self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._words: I32 = self.host.numpy()
+        self._lasting: tuple[object, ...] = (None,) * 9  # what of a plan stands in the pinned region
         self._out_pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._out_words: I32 = self.out_host.numpy()
 
     def fill(self, plan: StepPlan, layout: SlotLayout, null_row: int) -> int:
-        """Write the plan, padded to ``layout``, into the pinned region; returns the words that are to be copied."""
+        """Write the plan, padded to ``layout``, into the pinned region; returns the words that are to be copied.
+
+        Plans are frozen, and those of a batch that goes on share all but their starts and updates. What is the same
+        object as in the slot's previous step is there already.
+        """
+        w = self._words
+        lasting = (
+            layout, plan.rows, plan.query_lens, plan.samples, plan.input_ids, plan.carry,
+            plan.scores, plan.drafts, plan.follows,
+        )  # fmt: skip
+        if not all(map(operator.is_, lasting, self._lasting)):
+            self._fill_lasting(plan, layout, null_row)
+            self._lasting = lasting
+        w[layout.starts : layout.starts + len(plan.starts)] = plan.starts
+        w[NUM_UPDATES] = len(plan.updates)
+        used = used_words(plan, layout)
+        if used > layout.updates:
+            w[layout.updates : used] = plan.updates.reshape(-1)
+        return used
+
+    def _fill_lasting(self, plan: StepPlan, layout: SlotLayout, null_row: int) -> None:
         w, s, t = self._words, plan.num_seqs, plan.num_tokens
         n_seqs, n_tokens = layout.num_seqs, layout.num_tokens
-        w[NUM_TOKENS], w[NUM_SEQS], w[NUM_UPDATES] = t, s, len(plan.updates)
+        w[NUM_TOKENS], w[NUM_SEQS] = t, s
         w[layout.rows : layout.rows + s] = plan.rows
-        w[layout.starts : layout.starts + s] = plan.starts
         loc = layout.query_start_loc
         w[loc] = 0
         np.cumsum(plan.query_lens, out=w[loc + 1 : loc + 1 + s])
@@ -75,9 +97,6 @@ class Slot:
         if t < n_tokens:
             w[layout.input_ids + t : layout.input_ids + n_tokens] = 0
             carry[t:n_tokens] = 0
-        used = used_words(plan, layout)
-        w[layout.updates : used] = plan.updates.reshape(-1)
-        return used
 
     def used(self, words: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``words`` words of the device twin and of the pinned region. Cut once: a steady batch asks for the
@@ -154,4 +173,3 @@ class Ring:
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
         return slot
-
