@@ -80,7 +80,7 @@ def _copier(stream: CudaStream, kind: str) -> Callable[[torch.Tensor, torch.Tens
                 dst.copy_(src, non_blocking=True)
 
         return by_torch
-    direction, handle = runtime.cudaMemcpyKind[kind], stream.cuda_stream
+    direction, handle = getattr(runtime.cudaMemcpyKind, kind), stream.cuda_stream
 
     def by_runtime(dst: torch.Tensor, src: torch.Tensor) -> None:
         (error,) = runtime.cudaMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.nbytes, direction, handle)
