@@ -2,7 +2,7 @@
 
 Three instruments see different things. PyTorch's sync debug mode raises at operations that make the host wait, on any
 thread, but lets a pageable copy that is called non-blocking pass. `CopyWatch` sees every copy that PyTorch makes on the
-loop's thread. The profiler sees every call of the runtime, whoever makes it.
+loop's thread, and those that the device hands to the runtime. The profiler sees every call of the runtime, whoever makes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless import SamplingParams
 from gapless.client import Submission
+from gapless.device import cuda
 from gapless.engine import Engine
 from gapless.errors import EngineDeadError
 
@@ -56,12 +57,13 @@ class CopyWatch(TorchDispatchMode):
             raise StepPathError(f"a value is read from {args[0].device}")
         out = func(*args, **kwargs)
         if packet is aten.copy_:
-            self._check(args[1], args[0], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
+            self.check(args[1], args[0], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
         elif packet is aten._to_copy and _crosses(args[0], out):
             raise StepPathError(f"a tensor is moved from {args[0].device} to {out.device}")
         return out
 
-    def _check(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+    def check(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        """Count the copy, or raise."""
         if not _crosses(source, target):
             return
         host = source if source.device.type == "cpu" else target
@@ -78,18 +80,31 @@ def _crosses(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def watch_loops() -> Iterator[CopyWatch]:
-    """Every engine that is started meanwhile runs its loop under a `CopyWatch`."""
-    watch, loop = CopyWatch(), Engine._loop
+    """Every engine that is built and started meanwhile runs its loop under a `CopyWatch`."""
+    watch, loop, copier = CopyWatch(), Engine._loop, cuda._copier
 
     def watched(engine: Engine) -> None:
         with watch:
             loop(engine)
 
+    def watched_copier(stream: Any, kind: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        copy = copier(stream, kind)
+
+        def watched_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+            seen = watch.copies
+            copy(dst, src)
+            if watch.copies == seen:  # not by an operation of PyTorch
+                watch.check(src, dst, non_blocking=True)
+
+        return watched_copy
+
     Engine._loop = watched  # type: ignore[method-assign]
+    cuda._copier = watched_copier
     try:
         yield watch
     finally:
         Engine._loop = loop  # type: ignore[method-assign]
+        cuda._copier = copier
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gapless import LLM, SamplingParams
+from gapless.device import cuda
 from models import VOCAB_SIZE, tiny
 from rescore import rescore
 from step_watch import CopyWatch, StepPathError, mixed_traffic, read_trace, watch_loops
@@ -34,6 +35,16 @@ def test_traffic_is_mixed() -> None:
 def test_watch_refuses(forbidden: Any) -> None:
     with pytest.raises(StepPathError), CopyWatch():
         forbidden()
+
+
+def test_watch_sees_what_the_device_hands_to_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_copier", lambda stream, kind: lambda dst, src: None)
+    with watch_loops() as watch:
+        copy = cuda._copier(None, "cudaMemcpyHostToDevice")
+        copy(torch.empty(3, device="meta"), torch.empty(3, device="meta"))
+        assert watch.copies == 0
+        with pytest.raises(StepPathError, match="a pageable copy"):
+            copy(torch.empty(3, device="meta"), torch.ones(3))
 
 
 def test_watch_lets_the_rest_pass() -> None:
