@@ -2,7 +2,8 @@
 
 Three instruments see different things. PyTorch's sync debug mode raises at operations that make the host wait, on any
 thread, but lets a pageable copy that is called non-blocking pass. `CopyWatch` sees every copy that PyTorch makes on the
-loop's thread, and those that the device hands to the runtime. The profiler sees every call of the runtime, whoever makes it.
+loop's thread, and those that the device hands to the runtime. The profiler sees every call of the runtime, whoever
+makes it.
 """
 
 from __future__ import annotations
