@@ -30,19 +30,11 @@ from torch.nn import functional
 from gapless.attention import triton as attention
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.model import ops_reference, ops_triton
+from gapless.model.dependent_launch import EARLY, LATE, OFF
 from gapless.model.fused import FusedDecoder, FusedLayer
 from gapless.model.gemm_choice import Chooser, Product, bucket, candidates, measure
-from gapless.model.gemm_triton import (
-    EARLY,
-    LATE,
-    OFF,
-    GemmConfig,
-    Workspace,
-    glu,
-    plain,
-    residual,
-    workspace_size,
-)
+from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
+from gapless.model.gemm_triton import glu, plain, residual
 from gapless.model.small_batch import SmallBatch
 
 START = time.time()

@@ -32,9 +32,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES
 from gapless.model import ops_triton
+from gapless.model.dependent_launch import LATE
 from gapless.model.gated_triton import Gated, gated
 from gapless.model.gemm_choice import Product, default
-from gapless.model.gemm_triton import LATE, Workspace, plain, workspace_size
+from gapless.model.gemm_config import Workspace, workspace_size
+from gapless.model.gemm_triton import plain
 
 CHECK = False  # add up the parts
 BYTES_PER_S, FLOP_PER_S = 4.36e12, 790e12

@@ -24,7 +24,7 @@ import gapless
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES, random_model
 from gapless.device.cuda import CudaDevice, CudaEvent
-from gapless.model.gemm_triton import OFF
+from gapless.model.dependent_launch import OFF
 from gapless.model.small_batch import SmallBatch
 from gapless.pipeline.graphs import Graphs
 from gapless.pipeline.slot import Slot

@@ -18,19 +18,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.model import ops_reference
+from gapless.model.dependent_launch import EARLY, LATE, OFF
 from gapless.model.gemm_choice import Chooser, Product, bucket, candidates, default
-from gapless.model.gemm_triton import (
-    EARLY,
-    LATE,
-    OFF,
-    GemmConfig,
-    Workspace,
-    embed,
-    glu,
-    plain,
-    residual,
-    workspace_size,
-)
+from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
+from gapless.model.gemm_triton import embed, glu, plain, residual
 from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gapless.model.gemm_triton import _silu
+from gapless.model.gemm_ops import _silu
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,8 @@ from torch.nn import functional
 
 from gapless.model import ops_triton
 from gapless.model.gated_triton import Gated, gated
-from gapless.model.gemm_triton import (
-    GemmConfig,
-    Workspace,
-    glu,
-    plain,
-    residual,
-    workspace_size,
-)
+from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
+from gapless.model.gemm_triton import glu, plain, residual
 
 SMS = 132
 logger = logging.getLogger(__name__)
@@ -40,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``op`` of `gapless.model.gemm_triton.OPS`, ``m`` tokens, ``n`` rows of weights, ``k`` inputs."""
+    """``op`` of `gapless.model.gemm_ops.OPS`, ``m`` tokens, ``n`` rows of weights, ``k`` inputs."""
 
     op: str
     m: int

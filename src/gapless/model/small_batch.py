@@ -5,8 +5,8 @@
     fused) > gate and up product (norm, SiLU fused) > down product (residual add fused)
 
 The norm of a layer's input is prepared by the product before it, and the norm before the head by the last layer; see
-`gapless.model.gemm_triton` for how, and for the rule that makes early starts safe. Where the measured choice prefers
-cuBLAS for a product, the separate kernels around it come back.
+`gapless.model.gemm_triton` for how, and `gapless.model.dependent_launch` for the rule that makes early starts safe.
+Where the measured choice prefers cuBLAS for a product, the separate kernels around it come back.
 """
 
 from __future__ import annotations
@@ -23,21 +23,10 @@ from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.attention.triton import MAX_DECODE_ROWS
 from gapless.attention.triton_decode import LOG2E, _decode_kernel, _get_plan, decode_config
 from gapless.model import ops_triton
+from gapless.model.dependent_launch import LATE, OFF, depend, supports_pdl
 from gapless.model.gemm_choice import Chooser, Product, bucket
-from gapless.model.gemm_triton import (
-    LATE,
-    OFF,
-    GemmConfig,
-    Stream,
-    Workspace,
-    depend,
-    embed,
-    glu,
-    plain,
-    residual,
-    supports_pdl,
-    workspace_size,
-)
+from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
+from gapless.model.gemm_triton import Stream, embed, glu, plain, residual
 from gapless.model.ops_triton import _HEADS, _rope_kernel
 
 AttendCached = Callable[[torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor]
@@ -88,7 +77,7 @@ class SmallBatch:
         layers, embedding, norm, head, rotary, eps: as `gapless.model.fused.FusedDecoder` holds them.
         attend: attention over a cache that holds the step's keys already.
         limit: the most tokens of a step.
-        pdl: `OFF`, `LATE` or `EARLY`, see `gapless.model.gemm_triton`.
+        pdl: `OFF`, `LATE` or `EARLY`, see `gapless.model.dependent_launch`.
         chooser: picks the kernel of each product; the default takes the table and measures nothing.
         early_attention: launch the rotary and attention kernels so too; ``attend`` is then not used.
 
