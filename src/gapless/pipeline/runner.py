@@ -131,7 +131,7 @@ class Runner:
         self.device = device
         self.layout = layout
         self._shapes = shapes
-        width = 1 if speculation is None else speculation.num_drafts + 1
+        width = 1 if speculation is None else speculation.width
         max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs, width)
         self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates, width) for i in range(depth)])
         self._masks = [MaskRegion(device, i, layout) for i in range(depth if masks else 0)]

@@ -65,7 +65,7 @@ class State:
         slots, rest = ints[2 * t : (2 + g) * t].view(g, t), ints[(2 + g) * t :]
         self.indices = StepIndices(ints[:t], ints[t : 2 * t], slots, lens, rest[:s], rest[s:])
         self._index_buffers: tuple[torch.Tensor, ...] = (ints, lens)
-        width = 1 if speculation is None else speculation.num_drafts + 1
+        width = 1 if speculation is None else speculation.width
         self.logits = device.device_buffer((s * width, model.vocab_size), model.dtype, "logits")
         self.lora = None if adapters is None else LoraMemory(device, adapters)
         self.proposer, self.drafts = None, None

@@ -155,3 +155,8 @@ class Speculation:
     num_drafts: int
     kernels: DraftKernels
     make_proposer: MakeProposer
+
+    @property
+    def width(self) -> int:
+        """W, most tokens that a sequence draws in one step."""
+        return self.num_drafts + 1
