@@ -186,7 +186,7 @@ class Drafting:
         updates = plan.updates[:0]
         if int(missing.max()) > 0:
             needy = rows[missing > 0]
-            appended = self._blocks.append(needy, r.computed[needy]) if int(missing.max()) <= size else None
+            appended = self._blocks.append(needy) if int(missing.max()) <= size else None
             if appended is None:
                 return None
             updates = appended

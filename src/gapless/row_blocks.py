@@ -154,25 +154,21 @@ class RowBlocks:
         r.num_blocks[row] = have + count
         return True
 
-    def append(self, rows: I32, lowest: I32) -> I32 | None:
+    def append(self, rows: I32) -> I32 | None:
         """`leave_behind`, then one more block for each of ``rows`` in each group.
 
         Returns the changes ``[n, 2]`` that bring them to the device, or None if some pool is short of them.
         """
         if self.windowed:
-            self.leave_behind(rows, lowest)
+            self.leave_behind(rows)
         if any(pool.available < len(rows) for pool in self.pools):
             return None
         return self._rows.append_blocks(rows, [pool.allocate(len(rows)) or [] for pool in self.pools])
 
-    def leave_behind(self, rows: I32, lowest: I32) -> None:
-        """Give back the blocks that no later step reads.
-
-        Args:
-            rows: running ones.
-            lowest: for each of them a lower bound of the first position that any later step computes.
-        """
+    def leave_behind(self, rows: I32) -> None:
+        """Give back the blocks of these running rows that no later step reads."""
         r, size = self._rows, self._size
+        lowest = r.computed[rows]  # no later step computes a position before it, as whatever has been launched stays
         for group, window in self._windows:
             table, firsts, pool = r.block_tables[group], r.first_blocks[group], self.pools[group]
             first = np.minimum(np.maximum(lowest + 1 - window, 0) // size, r.num_blocks[rows])

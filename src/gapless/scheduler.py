@@ -171,7 +171,7 @@ class Scheduler:
             return None
         roster = self.roster
         if self.blocks.windowed:
-            self.blocks.leave_behind(roster.running, self._lowest(roster.running))
+            self.blocks.leave_behind(roster.running)
         builder = StepBuilder(self._budget, self._max_updates, self.layout.max_num_seqs - len(roster.running))
         preempted_before = self.stats.preemptions
         self._plan_decodes(builder)
@@ -195,7 +195,7 @@ class Scheduler:
         if steady.left > 0 and steady.room <= 0:
             steady.flush()
             needy = steady.needy()
-            appended = self.blocks.append(needy, self._lowest(needy))
+            appended = self.blocks.append(needy)
             if appended is not None:
                 updates = appended
                 steady.grown()
@@ -211,11 +211,6 @@ class Scheduler:
         if self._steady is not None:
             self._steady.flush()
             self._steady = None
-
-    def _lowest(self, rows: I32) -> I32:
-        """For each row a lower bound of the first position that any later step computes: the next one, as whatever has
-        been launched stays."""
-        return self.rows.computed[rows]
 
     def _count_step(self, plan: StepPlan, *, goes_on: bool = False) -> None:
         self._step += 1
@@ -238,7 +233,7 @@ class Scheduler:
         needy, before = missing > 0, self.stats.preemptions
         appended = None
         if needy.any() and int(missing.max()) <= self._block_size:  # one block each, as a rule
-            appended = self.blocks.append(ready[needy], self._lowest(ready[needy]))
+            appended = self.blocks.append(ready[needy])
         if appended is not None:
             builder.update(appended)
         else:
