@@ -235,7 +235,7 @@ def profile(client: EngineClient, work: Workload, steps: int, gpu: bool) -> tupl
         try:
             report, _ = analyze(recording, find_steps(recording))
         except TraceError:
-            report, _ = analyze(recording, find_steps(recording, steps=steps))
+            report, _ = analyze(recording, find_steps(recording, count=steps))
     return report, window.seen.step_ms
 
 

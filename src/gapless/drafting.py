@@ -28,11 +28,10 @@ import numpy.typing as npt
 from gapless.plan import I32, Bools, StepPlan
 from gapless.request import Request
 from gapless.row_blocks import RowBlocks
+from gapless.rows import NEVER
 from gapless.speculative_config import SpeculativeConfig
 
 I64 = npt.NDArray[np.int64]
-NEVER = np.iinfo(np.int32).max
-"""In place of the number of tokens from which a row drafts again: it does not."""
 LONGEST_PAUSE = 4096
 """Tokens; where the doubling of a row's pauses ends."""
 

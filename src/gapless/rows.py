@@ -23,6 +23,8 @@ from gapless.request import MAX_STOP_TOKEN_IDS, Request
 from gapless.row_words import changes, needs_prompt_on_device, request_updates, row_features
 
 I32 = npt.NDArray[np.int32]
+NEVER = np.iinfo(np.int32).max
+"""In place of a count that is to be reached: it never is."""
 ID_BITS = 42
 """Bits of a rank that hold the request's id; those above hold its priority."""
 

@@ -33,14 +33,12 @@ from gapless.prefix import PrefixCache
 from gapless.request import FinishReason, Request
 from gapless.roster import Roster
 from gapless.row_blocks import RowBlocks
-from gapless.rows import RowTable
+from gapless.rows import NEVER, RowTable
 from gapless.stats import SchedulerStats
 from gapless.steady import NO_UPDATES, Steady
 from gapless.step_builder import StepBuilder
 from gapless.versions import WeightVersions
 
-NEVER = np.iinfo(np.int32).max
-"""In place of a row's number of published blocks: there will be no more. A preemption starts it anew."""
 NO_TOKEN = (
     "no token can be chosen: the logits of this request are not finite (NaN), or its own parameters "
     "(allowed_token_ids, bad_words, min_tokens, structured_outputs) mask all of them"
@@ -394,7 +392,7 @@ class Scheduler:
         have computed so far is of before, and what follows is built on it."""
         self._end_steady()
         self.blocks.unpublish_all()
-        self.rows.blocks_hashed[self.roster.running] = NEVER
+        self.rows.blocks_hashed[self.roster.running] = NEVER  # no more; a preemption starts anew
 
     def new_weights(self, *, recompute: bool) -> int:
         """The weights have changed: forget every prefix and count the version, which is returned. Only while no step
