@@ -2,12 +2,13 @@
 """Split-KV attention for sequences with few query tokens: the decode rows of a step, and drafts to verify.
 
 Three kernels. The *plan* kernel runs once per step, not once per layer: from the lengths it deals the cached
-tokens of all sequences out to about equal work items. In the *decode* kernel a program works on an item and one KV
-head at a time; all query heads of the group, and all query tokens, share one ``tl.dot``. A sequence that fits in one
+tokens of all sequences out to about equal work items. The *decode* kernel gives one program to each (item, KV
+head); all query heads of the group, and all query tokens, share one ``tl.dot``. A sequence that fits in one
 item is finished there. The others are merged either by the program that arrives last, or by a *merge* kernel.
 
-The plan is made on the device since a graph holds the launches. The grid depends on shapes only; each program takes
-item after item at equal steps, so that a short context gets few and wide splits whatever the grid is.
+The plan is made on the device since a graph holds the launches: the grid is a bound that depends on shapes
+only, programs without an item leave at once, and a short context gets few and wide splits whatever the bound
+is.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ class DecodeConfig:
     at ``programs`` for each multiprocessor: it takes no longer than the others, which share the same bandwidth
     (batch 32, context 1,024: 40 us against 48; batch 256, context 640: 164 against 179). Longer ones hide the
     merge. And no sequence is split into more items than fill the device once, ``resident`` for each multiprocessor:
-    they would only make its merge longer, which one program does, ``merged`` numbers at a time. A program that starts
-    before the kernel before it has ended (`gapless.model.small_batch`) asks for the first ``ahead`` of its tokens then.
+    they would only make its merge longer, which one program does, ``merged`` numbers at a time.
     """
 
     block_n: int = 64
@@ -52,7 +52,6 @@ class DecodeConfig:
     resident: int = 2
     merged: int = 8192
     last_arriver_merges: bool = True
-    ahead: int = 128
 
     def merged_at_once(self, rows: int, padded: int) -> int:
         """Partial results of ``rows`` rows and ``padded`` numbers each that a merging program loads together."""
@@ -201,83 +200,86 @@ def _decode_kernel(
 ):  # fmt: skip
     # Heads run fastest: programs that run together read one stretch of memory.
     head = tl.program_id(0)
+    i = tl.program_id(1)
+    item = items_ptr + i * FIELDS
+    row = tl.load(item)
+    lo = tl.load(item + 1)
+    hi = tl.load(item + 2)
+    tok = tl.load(item + 3)
+    q_len = tl.load(item + 4)
+    seq_len = tl.load(item + 5)
+    first = tl.load(item + 6)
+    n = tl.load(item + 7)
+    if i >= tl.load(first_ptr):
+        return
+
     r = tl.arange(0, MP)
     d = tl.arange(0, DP)
     j = tl.arange(0, BN)
-    for i in range(tl.program_id(1), tl.load(first_ptr), tl.num_programs(1)):
-        item = items_ptr + i * FIELDS
-        row = tl.load(item)
-        lo = tl.load(item + 1)
-        hi = tl.load(item + 2)
-        tok = tl.load(item + 3)
-        q_len = tl.load(item + 4)
-        seq_len = tl.load(item + 5)
-        first = tl.load(item + 6)
-        n = tl.load(item + 7)
-        q_off = (tok.to(tl.int64) + r // G) * q_token + (head * G + r % G) * q_head
-        q_mask = (r < q_len * G)[:, None] & (d < D)[None, :]
-        q = tl.load(q_ptr + q_off[:, None] + d[None, :], mask=q_mask, other=0.0)
-        # A query token sees the positions below `limit`, which for the last one is the whole sequence.
-        limit = seq_len - q_len + r // G + 1
+    q_off = (tok.to(tl.int64) + r // G) * q_token + (head * G + r % G) * q_head
+    q_mask = (r < q_len * G)[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + q_off[:, None] + d[None, :], mask=q_mask, other=0.0)
+    # A query token sees the positions below `limit`, which for the last one is the whole sequence.
+    limit = seq_len - q_len + r // G + 1
 
-        m = tl.full((MP,), float("-inf"), tl.float32)
-        lsum = tl.zeros((MP,), tl.float32)
-        acc = tl.zeros((MP, DP), tl.float32)
-        # The block numbers are fetched one iteration ahead: else every K and V load would wait for a load, and
-        # the software pipeline would spend its stages on that.
-        table = table_ptr + row.to(tl.int64) * table_row
-        block = tl.load(table + (lo + j) // B, mask=lo + j < hi, other=0)
-        for begin in range(lo, hi, BN):
-            pos = begin + j
-            inside = pos < hi
-            off = block.to(tl.int64) * kv_block + (pos % B) * kv_token + head * kv_head
-            # Values beyond the end are masked in the load, not only in the scores: 0 * NaN is NaN.
-            mask = inside[:, None]
-            if D < DP:
-                mask = mask & (d < D)[None, :]
-            k = tl.load(k_ptr + off[:, None] + d[None, :], mask=mask, other=0.0)
-            v = tl.load(v_ptr + off[:, None] + d[None, :], mask=mask, other=0.0)
-            block = tl.load(table + (pos + BN) // B, mask=pos + BN < hi, other=0)
-            score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-            if SOFTCAP:
-                score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E)) + 1.0))
-            seen = inside[None, :]
-            if QMAX > 1:
-                seen = seen & (pos[None, :] < limit[:, None])
-                if WINDOW > 0:
-                    seen = seen & (pos[None, :] >= limit[:, None] - WINDOW)
-            score = tl.where(seen, score, float("-inf"))
-            top = tl.maximum(m, tl.max(score, 1))
-            safe = top
-            if QMAX > 1:  # an item may hold nothing that the earlier query tokens see
-                safe = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp2(score - safe[:, None])
-            shrink = tl.exp2(m - safe)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-            lsum = lsum * shrink + tl.sum(p, 1)
-            m = top
+    m = tl.full((MP,), float("-inf"), tl.float32)
+    lsum = tl.zeros((MP,), tl.float32)
+    acc = tl.zeros((MP, DP), tl.float32)
+    # The block numbers are fetched one iteration ahead: else every K and V load would wait for a load, and
+    # the software pipeline would spend its stages on that.
+    table_ptr += row.to(tl.int64) * table_row
+    block = tl.load(table_ptr + (lo + j) // B, mask=lo + j < hi, other=0)
+    for begin in range(lo, hi, BN):
+        pos = begin + j
+        inside = pos < hi
+        off = block.to(tl.int64) * kv_block + (pos % B) * kv_token + head * kv_head
+        # Values beyond the end are masked in the load, not only in the scores: 0 * NaN is NaN.
+        mask = inside[:, None]
+        if D < DP:
+            mask = mask & (d < D)[None, :]
+        k = tl.load(k_ptr + off[:, None] + d[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + off[:, None] + d[None, :], mask=mask, other=0.0)
+        block = tl.load(table_ptr + (pos + BN) // B, mask=pos + BN < hi, other=0)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if SOFTCAP:
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E)) + 1.0))
+        seen = inside[None, :]
+        if QMAX > 1:
+            seen = seen & (pos[None, :] < limit[:, None])
+            if WINDOW > 0:
+                seen = seen & (pos[None, :] >= limit[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        top = tl.maximum(m, tl.max(score, 1))
+        safe = top
+        if QMAX > 1:  # an item may hold nothing that the earlier query tokens see
+            safe = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(score - safe[:, None])
+        shrink = tl.exp2(m - safe)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        lsum = lsum * shrink + tl.sum(p, 1)
+        m = top
 
-        if n == 1:
-            _finish(acc, m, lsum, r, head, tok, q_len, out_ptr, sinks_ptr, HK * G, G, D, DP)
-        else:
-            place = (i * HK + head).to(tl.int64) * (QMAX * G) + r
-            mask = r < q_len * G
-            some = lsum > 0.0
-            lsum = tl.where(some, lsum, 1.0)
-            part = part_ptr + place[:, None] * D + d[None, :]
-            tl.store(part, acc / lsum[:, None], mask=mask[:, None] & (d < D)[None, :])
-            tl.store(lse_ptr + place, tl.where(some, m + tl.log2(lsum), float("-inf")), mask=mask)
-            if LAST:
-                # All threads' stores, then one thread's release; its acquire, then all threads' loads (the
-                # broadcast of its result has a barrier). The counter goes back to zero for the next layer.
-                tl.debug_barrier()
-                counter = counters_ptr + first * HK + head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == n - 1:
-                    tl.store(counter, 0)
-                    rows = tl.arange(0, RB)
-                    _merge(part_ptr, lse_ptr, out_ptr, sinks_ptr, head, first, n, tok, q_len, rows, QMAX * G,
-                           HK, G, D, DP, RB, CHUNK)  # fmt: skip
+    if n == 1:
+        _finish(acc, m, lsum, r, head, tok, q_len, out_ptr, sinks_ptr, HK * G, G, D, DP)
+    else:
+        place = (i.to(tl.int64) * HK + head) * (QMAX * G) + r
+        mask = r < q_len * G
+        some = lsum > 0.0
+        lsum = tl.where(some, lsum, 1.0)
+        part = part_ptr + place[:, None] * D + d[None, :]
+        tl.store(part, acc / lsum[:, None], mask=mask[:, None] & (d < D)[None, :])
+        tl.store(lse_ptr + place, tl.where(some, m + tl.log2(lsum), float("-inf")), mask=mask)
+        if LAST:
+            # All threads' stores, then one thread's release; its acquire, then all threads' loads (the
+            # broadcast of its result has a barrier). The counter goes back to zero for the next layer.
+            tl.debug_barrier()
+            counter = counters_ptr + first * HK + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == n - 1:
+                tl.store(counter, 0)
+                rows = tl.arange(0, RB)
+                _merge(part_ptr, lse_ptr, out_ptr, sinks_ptr, head, first, n, tok, q_len, rows, QMAX * G,
+                       HK, G, D, DP, RB, CHUNK)  # fmt: skip
 
 
 @triton.jit
@@ -344,14 +346,6 @@ def _get_plan(
     return plan
 
 
-def decode_programs(context: AttentionContext, hk: int, cfg: DecodeConfig) -> int:
-    """Programs for each KV head: one for each sequence, and no fewer than fill the device once. More would start after
-    all others to find that there is no item for them, which took some microseconds a layer; those of further items are
-    for the programs there are."""
-    multiprocessors = device_facts(context.seq_lens.device)[1]
-    return max(context.seq_lens.shape[0], -(-cfg.resident * multiprocessors // hk))
-
-
 def decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -380,7 +374,7 @@ def decode(
     keys = kv_cache[0]
     softcap = params.softcap or 0.0
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
-    _decode_kernel[(hk, decode_programs(context, hk, cfg))](
+    _decode_kernel[(hk, w)](
         q, keys, kv_cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse,
         out, params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
         keys.stride(1), keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=dp, B=b,
