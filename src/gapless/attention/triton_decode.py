@@ -38,8 +38,7 @@ class DecodeConfig:
     at ``programs`` for each multiprocessor: it takes no longer than the others, which share the same bandwidth
     (batch 32, context 1,024: 40 us against 48; batch 256, context 640: 164 against 179). Longer ones hide the
     merge. And no sequence is split into more items than fill the device once, ``resident`` for each multiprocessor:
-    they would only make its merge longer, which one program does, ``merged`` numbers at a time. A program that starts
-    before the kernel before it has ended (`gapless.model.small_batch`) asks for the first ``ahead`` of its tokens then.
+    they would only make its merge longer, which one program does, ``merged`` numbers at a time.
     """
 
     block_n: int = 64
@@ -53,7 +52,6 @@ class DecodeConfig:
     resident: int = 2
     merged: int = 8192
     last_arriver_merges: bool = True
-    ahead: int = 0
 
     def merged_at_once(self, rows: int, padded: int) -> int:
         """Partial results of ``rows`` rows and ``padded`` numbers each that a merging program loads together."""

@@ -3,10 +3,9 @@
 
 The rule that makes this safe, for every kernel launched so:
 
-1. Before `gdc_wait` it reads only what no kernel writes that is launched so, and nobody since the last kernel that was
-   not (weights; the plan of attention and the block tables, past the first-level cache). It writes nothing at all,
-   atomics included. So there is no read-after-write hazard with any earlier kernel, and no write-after-read hazard: by
-   the time of its first write the kernel before is complete and its writes visible.
+1. Before `gdc_wait` it reads only what no kernel of the step writes (weights), and writes nothing at all, atomics
+   included. So there is no read-after-write hazard with any earlier kernel, and no write-after-read hazard: by the
+   time of its first write the kernel before is complete and its writes visible.
 2. Every program calls `gdc_wait`, also one that has nothing to do. A grid is then complete only after the grid
    before it is, and by induction "the kernel before is complete" means all before it. Without this a kernel whose
    programs leave early could complete ahead of its predecessor, and let its successor through.
@@ -42,23 +41,18 @@ def depend(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(address, size):
-    """Bring ``size`` bytes from each ``address`` to the second-level cache; both are multiples of 16."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r", [address.to(tl.int64), size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _prefetch(base, K: tl.constexpr, BN: tl.constexpr, PF: tl.constexpr, THREADS: tl.constexpr):
     """Bring the first PF inputs of BN rows to the second-level cache, each byte asked for once."""
     COUNT: tl.constexpr = BN if BN > THREADS else THREADS
     PARTS: tl.constexpr = COUNT // BN
     EACH: tl.constexpr = PF // PARTS
     i = tl.arange(0, COUNT)
-    address = base + (i // PARTS) * K + (i % PARTS) * EACH
-    prefetch(address, tl.full((COUNT,), EACH * (base.dtype.element_ty.primitive_bitwidth // 8), tl.int32))
+    address = (base + (i // PARTS) * K + (i % PARTS) * EACH).to(tl.int64)
+    size = tl.full((COUNT,), EACH * (base.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r", [address, size], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 def launch_options(pdl: int) -> dict[str, bool]:

@@ -21,17 +21,9 @@ from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.attention.triton import MAX_DECODE_ROWS
-from gapless.attention.triton_decode import (
-    FIELDS,
-    LOG2E,
-    DecodeConfig,
-    DecodePlan,
-    _decode_kernel,
-    _get_plan,
-    decode_config,
-)
+from gapless.attention.triton_decode import LOG2E, _decode_kernel, _get_plan, decode_config
 from gapless.model import ops_triton
-from gapless.model.dependent_launch import LATE, OFF, depend, prefetch, supports_pdl
+from gapless.model.dependent_launch import LATE, OFF, depend, supports_pdl
 from gapless.model.gemm_choice import Chooser, Product, bucket
 from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
 from gapless.model.gemm_triton import Stream, embed, glu, plain, residual
@@ -153,10 +145,6 @@ class SmallBatch:
             logits_index: int64 ``[L]``, which of the tokens get logits; None for all, in order.
         """
         configs = self.configs[bucket(input_ids.shape[0])]
-        for i, layer in enumerate(self._layers):  # attention reads its plan before it waits
-            cache, of_layer = context.kv_caches[i], context.of(i)
-            if self._attends_early(layer, of_layer, cache):
-                _plan_of(of_layer, layer.attention, cache, self._embedding.dtype)
         # The first kernel is an ordinary launch: whatever came before, the step begins after it.
         stream = embed(input_ids, self._embedding, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
@@ -225,19 +213,17 @@ class SmallBatch:
     def _attention(
         self, qkv: torch.Tensor, layer: Layer, positions: torch.Tensor, context: AttentionContext, cache: torch.Tensor
     ) -> torch.Tensor:
-        if not self._attends_early(layer, context, cache):
+        pdl = self._pdl if self._early_attention else OFF
+        rows = layer.num_heads // cache.shape[3] * (context.max_query_len or 1)
+        if pdl == OFF or rows > MAX_DECODE_ROWS:
             q = ops_triton.rope_qk_norm_kv_write(
                 qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads, cache.shape[3],
                 layer.q_norm, layer.k_norm, self._eps,
             )  # fmt: skip
             return self._attend(q, cache, context, layer.attention)
         q = early_rope(qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads,
-                       layer.q_norm, layer.k_norm, self._eps, self._pdl)  # fmt: skip
-        return early_attend(q, cache, context, layer.attention, self._pdl)
-
-    def _attends_early(self, layer: Layer, context: AttentionContext, cache: torch.Tensor) -> bool:
-        rows = layer.num_heads // cache.shape[3] * (context.max_query_len or 1)
-        return self._early_attention and self._pdl != OFF and rows <= MAX_DECODE_ROWS
+                       layer.q_norm, layer.k_norm, self._eps, pdl)  # fmt: skip
+        return early_attend(q, cache, context, layer.attention, pdl)
 
 
 # ---- the kernels of other modules, behind a wait -----------------------------------------------------------------
@@ -260,32 +246,6 @@ def _early_rope_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _prefetch_item(
-    k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, kv_block, kv_token, kv_head, table_row, D: tl.constexpr,
-    B: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Bring the first AHEAD keys and values of the program's item, if there is one, to the second-level cache.
-
-    Where they lie was written before the embedding, by kernels that are complete. It is read past the first-level
-    cache, which may hold what stood there in the step before. Of the keys the last is being written meanwhile; it
-    is asked for, and not read.
-    """
-    head = tl.program_id(0)
-    i = tl.program_id(1)
-    item = items_ptr + i * FIELDS
-    row = tl.load(item, cache_modifier=".cg").to(tl.int64)
-    lo = tl.load(item + 1, cache_modifier=".cg")
-    hi = tl.load(item + 2, cache_modifier=".cg")
-    if i < tl.load(first_ptr, cache_modifier=".cg"):
-        pos = tl.maximum(tl.minimum(lo + tl.arange(0, AHEAD), hi - 1), 0)
-        block = tl.load(table_ptr + row * table_row + pos // B, cache_modifier=".cg").to(tl.int64)
-        off = block * kv_block + (pos % B) * kv_token + head * kv_head
-        size = tl.full((AHEAD,), D * (k_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
-        prefetch(k_ptr + off, size)
-        prefetch(v_ptr + off, size)
-
-
 @triton.jit(do_not_specialize=["table_row"])
 def _early_decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
@@ -294,13 +254,9 @@ def _early_decode_kernel(
     B: tl.constexpr, QMAX: tl.constexpr, MP: tl.constexpr,
     RB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAST: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD > 0:
-        _prefetch_item(
-            k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, kv_block, kv_token, kv_head, table_row, D, B, AHEAD
-        )  # fmt: skip
-    depend(PDL)
+    depend(PDL)  # before the programs without an item leave, see the rule
     _decode_kernel(
         q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
         scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row, HK, G, D, DP, B, QMAX, MP, RB,
@@ -337,15 +293,6 @@ def early_rope(
     return out
 
 
-def _plan_of(
-    context: AttentionContext, params: AttentionParams, cache: torch.Tensor, dtype: torch.dtype
-) -> tuple[DecodePlan, DecodeConfig, int]:
-    """The plan of a layer's attention, its configuration, and the tokens of a sequence at most."""
-    config = decode_config(cache.device, cache.shape[4], dtype)
-    most = 1 if context.decode_only else context.max_query_len or 1
-    return _get_plan(context, params, cache.shape[3], most, config), config, most
-
-
 def early_attend(
     q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams, pdl: int
 ) -> torch.Tensor:
@@ -359,7 +306,9 @@ def early_attend(
     _, _, block, hk, _ = cache.shape
     g = hq // hk
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    plan, config, most = _plan_of(context, params, cache, q.dtype)  # it was made before the embedding
+    config = decode_config(q.device, d, q.dtype)
+    most = 1 if context.decode_only else context.max_query_len or 1
+    plan = _get_plan(context, params, hk, most, config)
     w = plan.items.shape[0]
     padded, rows = max(16, triton.next_power_of_2(d)), triton.next_power_of_2(most * g)
     part = torch.empty((w, hk, most * g, d), dtype=torch.float32, device=q.device)
@@ -372,8 +321,7 @@ def early_attend(
         params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
         keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=padded, B=block, QMAX=most,
         MP=max(16, rows), RB=rows, CHUNK=config.merged_at_once(rows, padded), BN=config.block_n,
-        WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=True, PDL=pdl,
-        AHEAD=config.ahead if d * keys.element_size() % 16 == 0 else 0, num_warps=config.warps,
+        WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=True, PDL=pdl, num_warps=config.warps,
         num_stages=config.stages, launch_pdl=True,
     )  # fmt: skip
     return out
