@@ -124,7 +124,7 @@ class AsyncLLM:
         self._client.abort(request_id)
 
     def stats(self) -> tuple[EngineStats, SchedulerStats]:
-        """The engine's and the scheduler's counters."""
+        """The engine's and the scheduler's counters; live, see `LLM.stats`."""
         return self._client.stats()
 
     @property
@@ -134,7 +134,7 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The options, with what was left open filled in."""
+        """See `LLM.config`."""
         return self._client.config
 
     async def reset_prefix_cache(self) -> None:

@@ -134,7 +134,7 @@ class LLM:
             collector.close()
 
     def stats(self) -> tuple[EngineStats, SchedulerStats]:
-        """The engine's and the scheduler's counters."""
+        """The engine's and the scheduler's counters. They are live and go on counting: copy what you compare later."""
         return self._client.stats()
 
     @property
@@ -144,7 +144,7 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The options, with what was left open filled in."""
+        """The options, with the model's ``max_model_len`` filled in. How many blocks there are is in `stats`."""
         return self._client.config
 
     def reset_prefix_cache(self) -> None:
