@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,8 @@ def test_chat(llm: LLM) -> None:
     assert plain.prompt == "<s>user: hello\n"
     with pytest.raises(RequestError, match="prompt 1: messages is empty"):
         llm.chat([talk, []], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"max_tokens=9 would go to the chat template: give SamplingParams"):
+        llm.chat(talk, max_tokens=9, use_tqdm=False)
 
 
 def test_no_prompts(llm: LLM) -> None:
@@ -185,11 +188,29 @@ def test_parameters_one_or_one_each(llm: LLM) -> None:
         llm.generate(["a"], ["greedy"], use_tqdm=False)  # type: ignore[list-item]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_it_has_no_engine(llm: LLM) -> None:
+    child = os.fork()
+    if not child:  # nothing of pytest may go on here
+        try:
+            llm.generate(["a"], GREEDY, use_tqdm=False)
+        except EngineClosedError as error:
+            os._exit(0 if "Make the engine after the fork" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_bad_options() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'max_num_seqs'"):
         LLM(**options(max_num_seq=3))
     with pytest.raises(ConfigError, match="pipeline_depth=0"):
         LLM(**options(pipeline_depth=0))
+    with pytest.raises(ConfigError, match="pipeline_depth=65 is not allowed: at most 64"):
+        LLM(**options(pipeline_depth=65))
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=1000000 and num_kv_blocks=20"):
+        LLM(**options(num_kv_blocks=20, kv_cache_memory_bytes=1_000_000))
     with pytest.raises(ConfigError, match="10000"):
         LLM(**options(max_model_len=10000))
 

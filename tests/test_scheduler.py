@@ -128,8 +128,11 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
     scheduler = make(num_blocks=5)
     with pytest.raises(RequestError, match=r"100 tokens.*max_tokens is 50.*150.*max_model_len is 128.*28 or less"):
         scheduler.refuse_what_never_fits(100, 50)
-    with pytest.raises(RequestError, match=r"130 tokens.* is 128\. Shorten the prompt to 127 tokens or less"):
+    with pytest.raises(RequestError, match=r"130 tokens.* is 128\. Shorten the prompt to 78 tokens or less"):
         scheduler.refuse_what_never_fits(130, 50)
+    make(num_blocks=100).refuse_what_never_fits(78, 50)  # what it says fits
+    with pytest.raises(RequestError, match=r"Shorten the prompt and lower max_tokens: the two may be 128 together"):
+        scheduler.refuse_what_never_fits(130, 128)
     with pytest.raises(RequestError, match=r"60 tokens need 8 blocks of 8.*has 4"):
         scheduler.refuse_what_never_fits(30, 30)
     scheduler.refuse_what_never_fits(16, 16)

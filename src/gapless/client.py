@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from gapless.pipeline.keys import Key
 
 logger = logging.getLogger("gapless")
+
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
 JOIN_SECONDS = 1.0
 """How long `EngineClient.close` waits for one message of the output thread, which runs callbacks."""
@@ -162,7 +164,11 @@ class EngineClient:
         return encode_prompt(prompt, self.tokenizer, self._vocab_size)
 
     def encode_chat(self, messages: object, **options: Any) -> EncodedPrompt:
-        """A conversation as ids, through the tokenizer's chat template."""
+        """A conversation as ids, through the tokenizer's chat template, which ``options`` go to."""
+        for name in SAMPLING_FIELDS & options.keys():
+            raise RequestError(
+                f"{name}={options[name]!r} would go to the chat template: give SamplingParams({name}=...)"
+            )
         return encode_chat(messages, self.tokenizer, self._vocab_size, **options)
 
     def submit(self, submissions: Sequence[Submission]) -> list[RequestGroup]:

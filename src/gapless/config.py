@@ -10,6 +10,8 @@ from gapless.errors import ConfigError, did_you_mean
 from gapless.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+MAX_DEPTH = 64
+"""Far beyond any use: two steps hide the host, and every further one has buffers of its own."""
 
 
 def _check(name: str, value: object, ok: bool, allowed: str) -> None:
@@ -85,6 +87,7 @@ class EngineConfig:
         for name in ("pipeline_depth", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             _check(name, value, _is_int(value) and value >= 1, "an integer >= 1")
+        _check("pipeline_depth", self.pipeline_depth, self.pipeline_depth <= MAX_DEPTH, f"at most {MAX_DEPTH}")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             _check(name, value, value is None or (_is_int(value) and value >= 2), "an integer >= 2, or None")
@@ -119,8 +122,13 @@ class EngineConfig:
         return 0 if self.speculative is None else self.speculative.num_speculative_tokens
 
     def refuse_without_effect(self) -> None:
-        """Raise `ConfigError` for an option that says how much of something that is off. Called when an engine is made:
-        until then what turns it on may still be added, as the command does for adapters that it is given."""
+        """Raise `ConfigError` for an option that would be without effect beside the others. Called when an engine is
+        made: until then what gives it one may still be added, as the command does for adapters that it is given."""
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and num_kv_blocks={self.num_kv_blocks} both say "
+                "how large the KV cache is: leave one of them out"
+            )
         for name in ("max_loras", "max_lora_rank"):
             if not self.enable_lora and (value := getattr(self, name)) is not None:
                 raise ConfigError(

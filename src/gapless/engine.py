@@ -8,6 +8,7 @@ talks to them through ``publish``, which it calls at most once per step and whic
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -139,6 +140,7 @@ class Engine:
         self._mark = time.perf_counter()
         self.observer: Observer | None = None
         self._error: BaseException | None = None
+        self._process = os.getpid()
         self._gate = threading.Lock()  # between the last word of the loop and new work
         self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
 
@@ -278,6 +280,11 @@ class Engine:
 
     def raise_if_dead(self) -> None:
         """Raise `EngineDeadError` or `EngineClosedError` when no more work is taken."""
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                f"the engine runs in process {self._process}; a process forked from it has none of its threads and "
+                "cannot use it. Make the engine after the fork"
+            )
         if self._error is not None or not self._running:
             raise self._end()
 

@@ -62,9 +62,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def shorter(prompt_len: int, longest: int) -> str:
-    """What to do about a prompt of ``prompt_len`` tokens that does not fit into ``longest`` with its output."""
+def shorter(prompt_len: int, max_tokens: int, longest: int) -> str:
+    """What to do about a prompt of ``prompt_len`` tokens that does not fit into ``longest`` with ``max_tokens``."""
     left = longest - prompt_len
     if left > 0:
         return f"Shorten the prompt or lower max_tokens to {left} or less"
-    return f"Shorten the prompt to {longest - 1} tokens or less"
+    if max_tokens < longest:
+        return f"Shorten the prompt to {longest - max_tokens} tokens or less"
+    return f"Shorten the prompt and lower max_tokens: the two may be {longest} together"

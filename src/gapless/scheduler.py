@@ -113,7 +113,7 @@ class Scheduler:
         if length > longest:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {length}; max_model_len "
-                f"is {longest}. {shorter(prompt_len, longest)}"
+                f"is {longest}. {shorter(prompt_len, max_tokens, longest)}"
             )
         self.blocks.refuse_what_never_fits(length + self.layout.max_model_len - self._longest)  # drafts beyond the end
 

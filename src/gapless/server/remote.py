@@ -161,7 +161,7 @@ class RemoteScheduler:
         if prompt_len + max_tokens > longest:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together "
-                f"{prompt_len + max_tokens}; at most {longest} fit. {shorter(prompt_len, longest)}"
+                f"{prompt_len + max_tokens}; at most {longest} fit. {shorter(prompt_len, max_tokens, longest)}"
             )
 
     def snapshot(self) -> SchedulerStats:
