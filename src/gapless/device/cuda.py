@@ -71,7 +71,10 @@ class CudaEvent:
 
 def _copier(stream: CudaStream, kind: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """What enqueues a copy on ``stream`` from its second to its first argument, contiguous and of equal size; the one
-    on the host is pinned. ``kind`` is a name of the runtime's ``cudaMemcpyKind``."""
+    on the host is pinned. ``kind`` is a name of the runtime's ``cudaMemcpyKind``.
+
+    PyTorch does not know of such a copy: whoever lets a buffer go has waited for the device first, as `close` does.
+    """
     if runtime is None or torch.version.cuda is None:
         on_stream = torch.cuda.stream(stream)
 
@@ -85,7 +88,8 @@ def _copier(stream: CudaStream, kind: str) -> Callable[[torch.Tensor, torch.Tens
     def by_runtime(dst: torch.Tensor, src: torch.Tensor) -> None:
         (error,) = runtime.cudaMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.nbytes, direction, handle)
         if error != 0:
-            raise DeviceError(f"the {stream.name} stream took no copy of {src.nbytes} bytes: {error!r}")
+            reason = f"{error!r}, which may be of work before it"
+            raise DeviceError(f"the {stream.name} stream took no copy of {src.nbytes} bytes: {reason}")
 
     return by_runtime
 

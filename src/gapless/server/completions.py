@@ -112,7 +112,7 @@ def _logprobs(
     ids: list[int] = []
     positions: list[Any] = []
     if with_prompt:
-        ids += call.prompts[index].token_ids.tolist()
+        ids += call.prompts[index].token_ids.tolist()  # sync-ok: NumPy
         positions += output.prompt_logprobs or []
     if not call.empty:
         ids += completion.token_ids

@@ -205,14 +205,15 @@ def _by_repetition(recording: Recording) -> Steps | None:
     firsts = firsts[firsts < len(rows)]
     step_of = np.full(len(work), -1, np.int64)
     step_of[rows] = np.searchsorted(firsts, np.arange(len(rows)), side="right") - 1
-    launched = dict(zip(recording.calls.link.tolist(), recording.calls.start.tolist(), strict=True))
+    launched = dict(zip(recording.calls.link.tolist(), recording.calls.start.tolist(), strict=True))  # sync-ok: NumPy
     begun = rows[firsts]
     host = [launched.get(k, t) for k, t in zip(work.link[begun].tolist(), work.start[begun].tolist(), strict=True)]
     return _numbered(recording, step_of, np.array(host), f"{distance} kernels that repeat")
 
 
 def _steps(recording: Recording, step_of_link: dict[int, int], host_begin: F64, how: str) -> Steps:
-    step_of = np.array([step_of_link.get(link, -1) for link in recording.work.link.tolist()], np.int64)
+    links = recording.work.link.tolist()  # sync-ok: NumPy
+    step_of = np.array([step_of_link.get(link, -1) for link in links], np.int64)
     return _numbered(recording, step_of, host_begin, how)
 
 

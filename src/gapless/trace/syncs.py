@@ -185,7 +185,7 @@ def match(
         by_thread.setdefault(note.thread, []).append(note)
     found: dict[tuple[str, str], list[tuple[str, float, bool]]] = {}
     functions: dict[str, list[str]] = {}  # of each line
-    for row in np.flatnonzero(blocking | is_copy).tolist():
+    for row in np.flatnonzero(blocking | is_copy).tolist():  # sync-ok: NumPy
         start, end = float(calls.start[row]), float(calls.end[row])
         name = names[int(calls.name[row])]
         thread = threads.get(recording.lanes[int(calls.lane[row])], -1)
@@ -240,7 +240,7 @@ def targets() -> list[tuple[Any, str, str]]:
         *[(torch.Tensor, name, f"Tensor.{name}") for name in tensor],
         (torch, "tensor", "torch.tensor"),
         (torch, "as_tensor", "torch.as_tensor"),
-        (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+        (torch.cuda, "synchronize", "torch.cuda.synchronize"),  # sync-ok: the name of what is watched for
         (torch.cuda.Event, "synchronize", "Event.synchronize"),
         (torch.cuda.Stream, "synchronize", "Stream.synchronize"),
     ]

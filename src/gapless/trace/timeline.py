@@ -53,7 +53,7 @@ def timeline(
         "unit": UNIT,
         "span": round((view[1] - low) / UNIT),
         "window": [round((start - low) / UNIT), round((end - low) / UNIT)],
-        "steps": [round((t - low) / UNIT) for t in steps.begin.tolist() if low <= t <= view[1]],
+        "steps": [round((t - low) / UNIT) for t in steps.begin.tolist() if low <= t <= view[1]],  # sync-ok: NumPy
         "causes": [[cause, report.causes_ms[cause]] for cause in CAUSES],
         "figures": figures(report),
         "counters": _counters(recording, view),
@@ -85,7 +85,7 @@ Lane = tuple[str, str, list[Span]]
 def _streams(recording: Recording, view: tuple[float, float]) -> Iterable[Lane]:
     work = recording.work
     order = {"h2d": 0, "compute": 1, "d2h": 2}
-    lanes = {lane: _purpose(recording, lane) for lane in sorted(set(work.lane.tolist()))}
+    lanes = {lane: _purpose(recording, lane) for lane in sorted(set(work.lane.tolist()))}  # sync-ok: NumPy
     for lane, purpose in sorted(lanes.items(), key=lambda item: order.get(item[1], 3)):
         spans = _seen(recording, work.pick(work.lane == lane), view)
         if spans:
@@ -97,7 +97,7 @@ def _purpose(recording: Recording, lane: int) -> str:
     mine = recording.work.pick(recording.work.lane == lane)
     purposes: Counter[str] = Counter()
     purposes["compute"] = int(np.count_nonzero(mine.kind == KERNEL))
-    for name in mine.name[mine.kind == COPY].tolist():
+    for name in mine.name[mine.kind == COPY].tolist():  # sync-ok: NumPy
         purposes[purpose_of_copy(recording.names[name])] += 1
     return stream_name(purposes)
 
@@ -110,7 +110,7 @@ def _phases(recording: Recording, view: tuple[float, float]) -> Iterable[Lane]:
         if mine:
             yield "phase", name, [(a, b, name) for a, b, _ in mine]
     if not own and len(spans):
-        for lane in sorted(set(spans.lane.tolist())):
+        for lane in sorted(set(spans.lane.tolist())):  # sync-ok: NumPy
             mine = _seen(recording, spans.pick(spans.lane == lane), view)
             if mine:
                 yield "phase", f"ranges of {recording.lanes[lane]}", mine
@@ -121,7 +121,7 @@ def _calls(recording: Recording, view: tuple[float, float]) -> Iterable[Lane]:
     calls, names = recording.calls, recording.names
     kept = [i for i, t in enumerate(names) if "aunch" in t or "emcpy" in t or BLOCKING_CALL.match(t)]
     shown = calls.pick(np.isin(calls.name, kept))
-    for lane in sorted(set(shown.lane.tolist())):
+    for lane in sorted(set(shown.lane.tolist())):  # sync-ok: NumPy
         mine = _seen(recording, shown.pick(shown.lane == lane), view)
         if mine:
             yield "call", f"calls of {recording.lanes[lane]}", mine
@@ -130,7 +130,7 @@ def _calls(recording: Recording, view: tuple[float, float]) -> Iterable[Lane]:
 def _seen(recording: Recording, spans: Spans, view: tuple[float, float]) -> list[Span]:
     inside = spans.pick((spans.end > view[0]) & (spans.start < view[1]))
     names = recording.names
-    rows = zip(inside.start.tolist(), inside.end.tolist(), inside.name.tolist(), strict=True)
+    rows = zip(inside.start.tolist(), inside.end.tolist(), inside.name.tolist(), strict=True)  # sync-ok: NumPy
     return [(max(a, view[0]), min(b, view[1]), names[n][:NAME_LENGTH]) for a, b, n in rows]
 
 
