@@ -38,7 +38,7 @@ install: $(VENV)/.dev
 
 # Prints the model's folder; the first call downloads and converts it.
 model: $(VENV)/.demo
-	@$(BIN)/python -m gapless.model.smollm2
+	@$(BIN)/python -m gapless.model.load.smollm2
 
 $(VENV)/.demo: pyproject.toml constraints-dev.txt | $(BIN)/python
 	$(INSTALL) -e '.[gguf]'
@@ -53,9 +53,10 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: give one with PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $$($(PYTHON) -c '$(CUDA)' 2>/dev/null && echo --system-site-packages) $(VENV)
 
-# Quotes the loop in README.md as it is now.
+# Writes what the documents quote of the code: the loop in README.md, the rooms in docs/architecture.md.
 readme: $(VENV)/.dev
 	$(BIN)/python tools/quote_loop.py
+	$(BIN)/python tools/rooms.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

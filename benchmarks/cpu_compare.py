@@ -36,7 +36,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 import gapless
 from gapless.bench.workloads import Workload, uniform
-from gapless.model.smollm2 import get_smollm2
+from gapless.model.load.smollm2 import get_smollm2
 
 Prompts = list[list[int]]
 Run = Callable[[Workload, Prompts], tuple[float, Prompts]]

@@ -31,7 +31,7 @@ from gapless.bench.environment import environment
 from gapless.bench.measure import run_once
 from gapless.bench.models import SHAPES, random_model
 from gapless.bench.workloads import Workload, workload
-from gapless.engine import PHASES
+from gapless.engine.stats import PHASES
 
 SPIN = """
 import os, sys

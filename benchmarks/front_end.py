@@ -41,11 +41,11 @@ CHUNK = 220
 def engine(fd: int, vocab: int, interval: float, tokens: int) -> None:
     """The process that stands for an engine: all requests that come get a token each, every ``interval`` seconds."""
     from gapless.config import EngineConfig
-    from gapless.engine import EngineStats
-    from gapless.messages import Finished, StepMessage
-    from gapless.request import FinishReason
+    from gapless.engine.stats import EngineStats
+    from gapless.request.messages import Finished, StepMessage
+    from gapless.request.outputs import FinishReason
+    from gapless.scheduler.stats import SchedulerStats
     from gapless.server.wire import Commands, Frames, Ready, Step, Stop, encode, to_engine
-    from gapless.stats import SchedulerStats
 
     connection = socket.socket(fileno=fd)
     frames, stats, scheduler = Frames(), EngineStats(), SchedulerStats()
@@ -252,9 +252,9 @@ async def floor(arguments: argparse.Namespace, streams: int, profile: cProfile.P
 
 def process_only(arguments: argparse.Namespace, streams: int) -> dict[str, Any]:
     """`OutputProcessor` in mode "delta", and nothing around it."""
-    from gapless.client import find_tokenizer
-    from gapless.messages import StepMessage
-    from gapless.request import SamplingParams
+    from gapless.engine.client import find_tokenizer
+    from gapless.request.messages import StepMessage
+    from gapless.request.sampling_params import SamplingParams
     from gapless.text.outputs import OutputProcessor, RequestGroup
 
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.tokenizer)

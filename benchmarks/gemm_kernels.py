@@ -29,13 +29,14 @@ from torch.nn import functional
 
 from gapless.attention import triton as attention
 from gapless.attention.context import AttentionContext, AttentionParams
-from gapless.model import ops_reference, ops_triton
-from gapless.model.dependent_launch import EARLY, LATE, OFF
-from gapless.model.fused import FusedDecoder, FusedLayer
-from gapless.model.gemm_choice import Chooser, Product, bucket, candidates, measure
-from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
-from gapless.model.gemm_triton import glu, plain, residual
-from gapless.model.small_batch import SmallBatch
+from gapless.device.dependent_launch import EARLY, LATE, OFF
+from gapless.model.ops import reference as ops_reference
+from gapless.model.ops import triton as ops_triton
+from gapless.model.products.choice import Chooser, Product, bucket, candidates, measure
+from gapless.model.products.config import GemmConfig, Workspace, workspace_size
+from gapless.model.products.few_tokens import glu, plain, residual
+from gapless.model.run.few_tokens import SmallBatch
+from gapless.model.run.fused import FusedDecoder, FusedLayer
 
 START = time.time()
 DEVICE = torch.device("cuda")

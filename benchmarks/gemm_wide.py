@@ -31,12 +31,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES
-from gapless.model import ops_triton
-from gapless.model.dependent_launch import LATE
-from gapless.model.gated_triton import Gated, gated
-from gapless.model.gemm_choice import Product, default
-from gapless.model.gemm_config import Workspace, workspace_size
-from gapless.model.gemm_triton import plain
+from gapless.device.dependent_launch import LATE
+from gapless.model.ops import triton as ops_triton
+from gapless.model.products.choice import Product, default
+from gapless.model.products.config import Workspace, workspace_size
+from gapless.model.products.few_tokens import plain
+from gapless.model.products.gated import Gated, gated
 
 CHECK = False  # add up the parts
 BYTES_PER_S, FLOP_PER_S = 4.36e12, 790e12

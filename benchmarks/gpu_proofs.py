@@ -250,7 +250,7 @@ def real_proof(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, new_to
     """64 prompts of SmolLM2, three quarters of them as chats, all at once."""
     from transformers import AutoModelForCausalLM
 
-    from gapless.model.smollm2 import smollm2_folder
+    from gapless.model.load.smollm2 import smollm2_folder
 
     folder = smollm2_folder()
     if not folder.exists():
@@ -349,7 +349,7 @@ def load_child(folder: str, device: str) -> None:
     """Warm the device up, say ready, wait for a line, load, say how long it took."""
     from transformers import AutoModelForCausalLM  # noqa: F401  imported before memory is counted
 
-    from gapless.model.loading import load_model
+    from gapless.model.load.loading import load_model
 
     x = torch.ones(512, 512, dtype=torch.bfloat16, device=device)
     (x @ x).sum().item()

@@ -200,7 +200,7 @@ class NoEvent:
 
 def switch(client: Any) -> Callable[[bool], None]:
     """A function that turns the two events around each step on and off, between two steps of an idle engine."""
-    from gapless.pipeline.runner import Stopwatch
+    from gapless.runner.runner import Stopwatch
 
     runner = client._built.runner
     real = runner._watches

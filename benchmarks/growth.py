@@ -34,8 +34,8 @@ from gapless.bench.measure import run_once
 from gapless.bench.models import SHAPES, random_model
 from gapless.bench.sweep import Subject, free
 from gapless.bench.workloads import Workload, uniform
-from gapless.client import EngineClient
-from gapless.engine import PHASES
+from gapless.engine.client import EngineClient
+from gapless.engine.stats import PHASES
 
 POWERS = {"a": 0, "a + b n": 1, "a + b n + c n^2": 2}
 LAWS = {

@@ -26,23 +26,24 @@ from unittest import mock
 import numpy as np
 import torch
 
+from gapless.batch.row_layout import RowLayout
 from gapless.bench.measure import measure as measure_run
 from gapless.bench.measure import warm
 from gapless.bench.workloads import Workload, workload
-from gapless.client import EngineClient
+from gapless.cache.spec import KVSpec
 from gapless.config import EngineConfig
 from gapless.device.counts import CopyCounts
-from gapless.engine import Engine
-from gapless.kv.spec import KVSpec
-from gapless.pipeline.graphs import Graphs
-from gapless.pipeline.kernels import reference_kernels
-from gapless.pipeline.keys import Key
-from gapless.pipeline.runner import Runner
-from gapless.pipeline.shapes import graph_shapes
-from gapless.pipeline.slot import Slot
-from gapless.plan import RowLayout
-from gapless.request import Request, SamplingParams
-from gapless.scheduler import Scheduler, max_updates
+from gapless.engine.client import EngineClient
+from gapless.engine.engine import Engine
+from gapless.request.request import Request
+from gapless.request.sampling_params import SamplingParams
+from gapless.runner.graphs import Graphs
+from gapless.runner.kernels import reference_kernels
+from gapless.runner.keys import Key
+from gapless.runner.runner import Runner
+from gapless.runner.shapes import graph_shapes
+from gapless.runner.slot import Slot
+from gapless.scheduler.scheduler import Scheduler, max_updates
 from gapless.speculative.make import make_speculation
 from gapless.speculative_config import SpeculativeConfig
 

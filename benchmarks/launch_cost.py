@@ -24,10 +24,10 @@ import gapless
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES, random_model
 from gapless.device.cuda import CudaDevice, CudaEvent
-from gapless.model.dependent_launch import OFF
-from gapless.model.small_batch import SmallBatch
-from gapless.pipeline.graphs import Graphs
-from gapless.pipeline.slot import Slot
+from gapless.device.dependent_launch import OFF
+from gapless.model.run.few_tokens import SmallBatch
+from gapless.runner.graphs import Graphs
+from gapless.runner.slot import Slot
 
 STEPS = 300
 

@@ -35,7 +35,7 @@ from gapless.bench.environment import environment
 from gapless.bench.measure import run_once, warm
 from gapless.bench.table import headline
 from gapless.bench.workloads import Workload, uniform
-from gapless.client import EngineClient
+from gapless.engine.client import EngineClient
 from gapless.trace.analyze import analyze
 from gapless.trace.chrome import TraceError
 from gapless.trace.observe import Window
@@ -87,8 +87,8 @@ def random_model(tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
 class PageableMetadata:
     """Builds the rows of packed tokens on the host, step by step, and copies them from pageable memory.
 
-    The switch of this benchmark: it replaces what `gapless.model.packed.PackedStep.token_rows` derives on the device
-    by a buffer that it fills before each forward, and is installed before the graphs are captured.
+    The switch of this benchmark: it replaces what `gapless.model.token_rows.PackedStep.token_rows` derives on the
+    device by a buffer that it fills before each forward, and is installed before the graphs are captured.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ def switched(way: str) -> Iterator[PageableMetadata | None]:
     if way == "slot":
         yield None
         return
-    from gapless import build
+    from gapless.engine import build
 
     original, metadata = build.Runner, PageableMetadata()
 

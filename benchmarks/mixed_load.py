@@ -28,8 +28,8 @@ from gapless.bench.measure import warm
 from gapless.bench.models import SHAPES, random_model
 from gapless.bench.sweep import Subject
 from gapless.bench.workloads import Workload, uniform
-from gapless.client import EngineClient, Submission
-from gapless.engine import PHASES
+from gapless.engine.client import EngineClient, Submission
+from gapless.engine.stats import PHASES
 from gapless.errors import EngineDeadError
 
 PERCENTILES = (50, 90, 99)

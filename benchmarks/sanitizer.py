@@ -89,7 +89,7 @@ def samplers() -> Iterator[tuple[str, Work]]:
     import torch
 
     import test_sampling_triton as t
-    from gapless.plan import Feature
+    from gapless.batch.plan import Feature
     from gapless.sampling.triton import sample
 
     def drawing(features: Any, vocab: int, dtype: torch.dtype) -> Work:
@@ -126,7 +126,7 @@ def operations() -> Iterator[tuple[str, Work]]:
     import torch
 
     import test_ops as t
-    from gapless.model import ops_triton
+    from gapless.model.ops import triton as ops_triton
 
     def norms(dtype: torch.dtype, size: int) -> Work:
         def work(compare: bool) -> None:

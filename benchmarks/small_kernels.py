@@ -22,12 +22,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from gapless.device.arena import arena_views
-from gapless.model import ops_reference, ops_triton
-from gapless.pipeline import prepare_triton
-from gapless.pipeline.layout import HEADER_WORDS, StepInputs
-from gapless.pipeline.prepare import StepIndices
-from gapless.plan import Feature, RowLayout, Word
+from gapless.batch.arena import arena_views
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.slot_layout import HEADER_WORDS, StepInputs
+from gapless.model.ops import reference as ops_reference
+from gapless.model.ops import triton as ops_triton
+from gapless.runner import prepare_triton
+from gapless.runner.prepare import StepIndices
 from gapless.sampling import reference
 from gapless.sampling import triton as sampler
 

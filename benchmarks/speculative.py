@@ -168,7 +168,7 @@ def main() -> None:
         model = random_model(args.shape, device, half if args.dtype == "auto" else getattr(torch, args.dtype))
         kinds = ["ceiling", "loop", "fresh"]
     else:
-        from gapless.client import find_tokenizer
+        from gapless.engine.client import find_tokenizer
 
         model = load_once(args.model, device, args.dtype)
         tokenizer = find_tokenizer(model, "auto")

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 import gapless
+from gapless.batch.plan import covering
 from gapless.bench.environment import environment
 from gapless.bench.measure import run_once, warm
 from gapless.bench.models import SHAPES, random_model
 from gapless.bench.workloads import Workload, workload
-from gapless.engine import Engine
-from gapless.pipeline.keys import Key
-from gapless.pipeline.runner import Runner
-from gapless.plan import covering
+from gapless.engine.engine import Engine
+from gapless.runner.keys import Key
+from gapless.runner.runner import Runner
 
 
 class Recorder:

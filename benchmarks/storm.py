@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from gapless import LLM, AsyncLLM, RequestOutput, SamplingParams
-from gapless.client import EngineClient, Submission
+from gapless.engine.client import EngineClient, Submission
 
 SUBMITTERS, CANCELLERS = 4, 3
 AT_ONCE = {"threads": 32, "tasks": 300}

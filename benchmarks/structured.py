@@ -24,7 +24,7 @@ import torch
 import gapless
 from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES, random_model
-from gapless.engine import EngineStats
+from gapless.engine.stats import EngineStats
 
 SCHEMA = {
     "type": "array",

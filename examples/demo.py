@@ -64,7 +64,7 @@ async def main() -> None:
     prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens)
     if options.model is None:
-        from gapless.model.smollm2 import get_smollm2
+        from gapless.model.load.smollm2 import get_smollm2
 
         options.model = get_smollm2()
 

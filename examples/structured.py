@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from gapless import LLM, SamplingParams
-from gapless.model.smollm2 import get_smollm2
+from gapless.model.load.smollm2 import get_smollm2
 
 PERSON = {
     "type": "object",

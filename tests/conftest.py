@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct; skips the test if `make model` has not brought it."""
-    from gapless.model.smollm2 import smollm2_folder
+    from gapless.model.load.smollm2 import smollm2_folder
 
     folder = smollm2_folder()
     if not folder.exists():

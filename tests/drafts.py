@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
 from gapless.device.base import Device
-from gapless.pipeline.kernels import reference_kernels
-from gapless.plan import Feature, RowLayout, Word
+from gapless.runner.kernels import reference_kernels
 from gapless.speculative.base import DRAFTS, FOLLOWS, DraftKernels, Sequences, Speculation
 from gapless.speculative.steps import accept, expand, place
 

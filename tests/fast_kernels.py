@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.device.arena import Arena
-from gapless.kv.spec import KVSpec, VectorSpec
-from gapless.pipeline.kernels import Kernels
-from gapless.pipeline.layout import StepInputs
-from gapless.pipeline.prepare import StepIndices
-from gapless.plan import NULL_BLOCK, Feature, RowLayout
+from gapless.batch.arena import Arena
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import NULL_BLOCK, RowLayout
+from gapless.batch.slot_layout import StepInputs
+from gapless.cache.spec import KVSpec, VectorSpec
+from gapless.runner.kernels import Kernels
+from gapless.runner.prepare import StepIndices
 from gapless.sampling.reference import sample_and_store
 from hash_model import HashModel
 
@@ -22,7 +23,7 @@ MASK = 2**61 - 1
 
 
 def prepare(step: StepInputs, arena: Arena, layout: RowLayout, out: StepIndices) -> None:
-    """`gapless.pipeline.prepare.prepare`."""
+    """`gapless.runner.prepare.prepare`."""
     words = arena.words.numpy()
     num_tokens, num_seqs, num_updates = step.header.numpy()[:3].tolist()
     updates = step.updates.numpy()[:num_updates]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gapless.grammar.matcher import Grammar
-from gapless.request import Request
+from gapless.request.request import Request
 
 CHARACTERS = '{}[]":, .-' + string.digits + string.ascii_lowercase + "ABCDEFGHIJKLM"
 VOCAB, EOS = 61, 1  # id 0 is special too

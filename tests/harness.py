@@ -7,23 +7,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gapless.batch.plan import StepPlan
+from gapless.batch.row_layout import RowLayout
+from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
-from gapless.engine import Engine
-from gapless.kv.groups import group_windows
+from gapless.engine.engine import Engine
 from gapless.lora.bank import AdapterBank
-from gapless.messages import Finished, StepMessage
 from gapless.model.base import CausalModel
-from gapless.pipeline.kernels import reference_kernels
-from gapless.pipeline.runner import Runner
-from gapless.pipeline.shapes import EXACT, Shapes
-from gapless.plan import RowLayout, StepPlan
-from gapless.request import FinishReason, Request, SamplingParams
-from gapless.scheduler import Scheduler, max_updates
+from gapless.request.messages import Finished, StepMessage
+from gapless.request.outputs import FinishReason
+from gapless.request.request import Request
+from gapless.request.sampling_params import SamplingParams
+from gapless.runner.kernels import reference_kernels
+from gapless.runner.runner import Runner
+from gapless.runner.shapes import EXACT, Shapes
+from gapless.scheduler.scheduler import Scheduler, max_updates
+from gapless.scheduler.stats import SchedulerStats
 from gapless.speculative.base import Speculation
 from gapless.speculative.make import make_speculation
-from gapless.stats import SchedulerStats
 
 
 @dataclass

@@ -12,7 +12,7 @@ import bisect
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.kv.spec import KVSpec
+from gapless.cache.spec import KVSpec
 
 EOS = 1
 _MASK = 2**61 - 1

@@ -20,19 +20,21 @@ import torch
 
 from drafts import REFERENCE, OracleProposer
 from fast_kernels import KERNELS, FastHashModel, FastWindowModel
+from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.row_layout import NULL_BLOCK, RowLayout, Word
+from gapless.batch.row_params import request_updates
+from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
 from gapless.device.simulated import SimulatedDevice
-from gapless.engine import Engine, StepResult
-from gapless.kv.groups import group_windows
-from gapless.messages import Finished, StepMessage
-from gapless.pipeline.runner import Runner
-from gapless.pipeline.shapes import EXACT
-from gapless.pipeline.sleeping import put_to_sleep, wake
-from gapless.plan import NULL_BLOCK, Feature, RowLayout, StepPlan, Word
-from gapless.request import FinishReason, Request
-from gapless.row_words import request_updates
+from gapless.engine.engine import Engine, StepResult
+from gapless.request.messages import Finished, StepMessage
+from gapless.request.outputs import FinishReason
+from gapless.request.request import Request
+from gapless.runner.runner import Runner
+from gapless.runner.shapes import EXACT
+from gapless.runner.sleep import put_to_sleep, wake
 from gapless.sampling.reference import sample
-from gapless.scheduler import Scheduler
+from gapless.scheduler.scheduler import Scheduler
 from gapless.speculative.base import Speculation
 from gapless.speculative_config import SpeculativeConfig
 from gapless.verify.choosers import RandomChooser
@@ -319,7 +321,7 @@ class DrivenEngine(Engine):
         self.resume()
         for _ in range(MAX_TURNS):
             self.turn()
-            if not self.flying and self.control.held:  # a pause or sleep that waited for steps has begun only now
+            if not self.flying and self.control.stopped:  # a pause or sleep that waited for steps has begun only now
                 self.wake()
                 self.resume()
             elif self.idle and all(done.done() for _, done in self.futures):
@@ -344,7 +346,7 @@ class DrivenEngine(Engine):
     # ---- what is seen ---------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> tuple[Any, bool]:
-        assert not self.control.held, "a step in a pause or a sleep"
+        assert not self.control.stopped, "a step in a pause or a sleep"
         words = plan.updates[:, 0]
         assert len(np.unique(words)) == len(words), "a word is named twice"
         r, size, now = self.scheduler.rows, self.layout.block_size, self.model.salt

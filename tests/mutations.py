@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from gapless.pipeline.kernels import Kernels
+from gapless.runner.kernels import Kernels
 
-RUNNER, SLOT = "gapless.pipeline.runner:Runner", "gapless.pipeline.slot:Slot"
-SCHEDULER, ROWS = "gapless.scheduler:Scheduler", "gapless.rows:RowTable"
-BUILDER, ROSTER = "gapless.step_builder:StepBuilder", "gapless.roster:Roster"
-PREFILL = "gapless.prefill:Prefill"
-POOL, PREFIX = "gapless.kv.pool:BlockPool", "gapless.prefix:PrefixCache"
-BLOCKS = "gapless.row_blocks:RowBlocks"
-STEADY, PREPARE = "gapless.steady:Steady", "gapless.pipeline.prepare:"
-SAMPLE, ENGINE = "gapless.sampling.reference:", "gapless.engine:Engine"
+RUNNER, SLOT = "gapless.runner.runner:Runner", "gapless.runner.slot:Slot"
+SCHEDULER, ROWS = "gapless.scheduler.scheduler:Scheduler", "gapless.batch.row_table:RowTable"
+BUILDER, ROSTER = "gapless.scheduler.step_builder:StepBuilder", "gapless.scheduler.row_states:Roster"
+PREFILL = "gapless.scheduler.prefill:Prefill"
+POOL, PREFIX = "gapless.cache.block_pool:BlockPool", "gapless.cache.prefix_cache:PrefixCache"
+BLOCKS = "gapless.cache.block_tables:RowBlocks"
+STEADY, PREPARE = "gapless.scheduler.steady:Steady", "gapless.runner.prepare:"
+SAMPLE, ENGINE = "gapless.sampling.reference:", "gapless.engine.engine:Engine"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.kv.spec import StateSpec
+from gapless.cache.spec import StateSpec
 from gapless.model.base import CausalModel
 
 BLOCK = 4

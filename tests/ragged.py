@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gapless.model.packed import token_rows
+from gapless.model.token_rows import token_rows
 
 BLOCK = 4
 

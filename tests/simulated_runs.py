@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fast_kernels import KERNELS, FastHashModel
+from gapless.batch.row_layout import RowLayout
+from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.simulated import SimulatedDevice
-from gapless.kv.groups import group_windows
-from gapless.messages import StepMessage
 from gapless.model.base import CausalModel
-from gapless.pipeline.kernels import Kernels
-from gapless.pipeline.runner import Runner
-from gapless.pipeline.shapes import EXACT, Shapes, graph_shapes
-from gapless.plan import RowLayout
-from gapless.scheduler import Scheduler
+from gapless.request.messages import StepMessage
+from gapless.runner.kernels import Kernels
+from gapless.runner.runner import Runner
+from gapless.runner.shapes import EXACT, Shapes, graph_shapes
+from gapless.scheduler.scheduler import Scheduler
 from harness import Job, Outcome, SteppedEngine, make_request
 
 MODEL = FastHashModel()

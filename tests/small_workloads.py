@@ -6,7 +6,7 @@ Lengths are for blocks of 8 tokens.
 from __future__ import annotations
 
 from fast_kernels import FailingHashModel, FastWindowModel
-from gapless.pipeline.shapes import graph_shapes
+from gapless.runner.shapes import graph_shapes
 from harness import Job, make_request
 from simulated_runs import Workload, oracle, prompt, stop_after
 

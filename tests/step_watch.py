@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless import SamplingParams
-from gapless.client import Submission
 from gapless.device import cuda
-from gapless.engine import Engine
+from gapless.engine.client import Submission
+from gapless.engine.engine import Engine
 from gapless.errors import EngineDeadError
 
 aten = torch.ops.aten

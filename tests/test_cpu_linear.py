@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gapless.model.adapter import TransformersModel
-from gapless.model.cpu_linear import FewRowsLinear, quicken
+from gapless.model.products.cpu_linear import FewRowsLinear, quicken
 from models import tiny
 
 

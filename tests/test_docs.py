@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from test_imports import LAYER_OF
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import rooms  # noqa: E402
+
 SOURCE = ROOT / "src" / "gapless"
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
 DOCS["CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -23,12 +25,6 @@ MODULE = re.compile(r"`([\w/]+\.py)`")
 
 def without_blocks(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.S)
-
-
-def table_rows() -> list[tuple[int, list[str]]]:
-    """Layer and modules of each line of the tables of layers."""
-    rows = re.findall(r"^\| (\d), [^|]*\|([^|]*)\|", ARCHITECTURE, re.M)
-    return [(int(layer), MODULE.findall(modules)) for layer, modules in rows]
 
 
 @cache
@@ -59,22 +55,8 @@ def members() -> dict[str, set[str]]:
     return found
 
 
-def test_the_table_of_layers_is_complete() -> None:
-    named = [module for _, modules in table_rows() for module in modules]
-    there = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(named) == sorted(there), "docs/architecture.md: give each module its place, once"
-
-
-def test_layers_are_those_of_the_import_test() -> None:
-    rows = table_rows()
-    assert len({layer for layer, _ in rows}) == len(set(LAYER_OF.values()))
-    wrong = [
-        module
-        for layer, modules in rows
-        for module in modules
-        if LAYER_OF.get(module.split("/")[0].removesuffix(".py")) != layer
-    ]
-    assert not wrong
+def test_the_map_of_rooms_is_of_now() -> None:
+    assert rooms.updated(ARCHITECTURE) == ARCHITECTURE, "run python tools/rooms.py"
 
 
 @pytest.mark.parametrize("name", DOCS)

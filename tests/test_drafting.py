@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from gapless.drafting import LONGEST_PAUSE, Drafting
-from gapless.plan import Feature, RowLayout, StepPlan
-from gapless.row_blocks import RowBlocks
-from gapless.rows import RowTable
+from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_table import RowTable
+from gapless.cache.block_tables import RowBlocks
+from gapless.scheduler.drafting import LONGEST_PAUSE, Drafting
 from gapless.speculative_config import SpeculativeConfig
 from harness import make_request
 

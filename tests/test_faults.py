@@ -19,8 +19,8 @@ import torch
 
 from engines import check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, EngineDeadError, SamplingParams
-from gapless.client import Submission
 from gapless.device.cpu import CpuDevice
+from gapless.engine.client import Submission
 from gapless.errors import EngineClosedError
 
 SECONDS = float(os.environ.get("GAPLESS_FAULT_SECONDS", "10"))

@@ -7,10 +7,10 @@ import torch
 
 from gapless.attention import reference
 from gapless.attention.context import AttentionContext, AttentionParams
-from gapless.model import ops_reference
 from gapless.model.adapter import TransformersModel
-from gapless.model.fused import FusedDecoder, NotFusable, fuse
+from gapless.model.ops import reference as ops_reference
 from gapless.model.probe import probe_parity
+from gapless.model.run.fused import FusedDecoder, NotFusable, fuse
 from models import tiny
 from paged import greedy
 

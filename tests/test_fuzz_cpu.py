@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gapless.device.cpu import CpuDevice
-from gapless.pipeline.kernels import reference_kernels
+from gapless.runner.kernels import reference_kernels
 from simulated_runs import Workload, agrees, random_workload, run_on
 from small_workloads import BY_NAME
 
@@ -35,7 +35,7 @@ def test_nothing_undeclared_is_touched(name: str) -> None:
 
 
 def test_pauses_change_no_token_of_a_real_model() -> None:
-    from gapless.model.loading import load_model
+    from gapless.model.load.loading import load_model
     from models import tiny
 
     model = load_model(tiny("llama", num_hidden_layers=2), device=torch.device("cpu"), probe=False).model

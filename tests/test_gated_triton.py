@@ -16,11 +16,13 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from gapless.model import gemm_choice, ops_reference, ops_triton
 from gapless.model.adapter import TransformersModel
-from gapless.model.fused import fuse
-from gapless.model.gated_triton import Gated, gated
-from gapless.model.gemm_choice import GATED, GatedProducts
+from gapless.model.ops import reference as ops_reference
+from gapless.model.ops import triton as ops_triton
+from gapless.model.products import choice as gemm_choice
+from gapless.model.products.choice import GATED, GatedProducts
+from gapless.model.products.gated import Gated, gated
+from gapless.model.run.fused import fuse
 from interpreted import CHILD, run_in_the_interpreter
 from models import tiny
 from paged import greedy

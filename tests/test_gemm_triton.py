@@ -17,11 +17,11 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from gapless.attention.context import AttentionContext, AttentionParams
-from gapless.model import ops_reference
-from gapless.model.dependent_launch import EARLY, LATE, OFF
-from gapless.model.gemm_choice import Chooser, Product, bucket, candidates, default
-from gapless.model.gemm_config import GemmConfig, Workspace, workspace_size
-from gapless.model.gemm_triton import embed, glu, plain, residual
+from gapless.device.dependent_launch import EARLY, LATE, OFF
+from gapless.model.ops import reference as ops_reference
+from gapless.model.products.choice import Chooser, Product, bucket, candidates, default
+from gapless.model.products.config import GemmConfig, Workspace, workspace_size
+from gapless.model.products.few_tokens import embed, glu, plain, residual
 from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()
@@ -161,7 +161,7 @@ def test_every_shape_has_candidates() -> None:
 
 
 def test_a_chooser_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gapless.model import gemm_choice
+    from gapless.model.products import choice as gemm_choice
 
     product = Product("plain", 5, 64, 64)
     best = candidates(product)[1]
@@ -251,8 +251,8 @@ class TinyConfigs(Chooser):
 )
 def test_small_batch_gives_the_decoder_s_logits(kind: str, unfused: set[str]) -> None:
     from gapless.model.adapter import TransformersModel
-    from gapless.model.fused import fuse
-    from gapless.model.small_batch import SmallBatch
+    from gapless.model.run.few_tokens import SmallBatch
+    from gapless.model.run.fused import fuse
     from models import tiny
     from test_fused import attend_cached
 
@@ -312,8 +312,8 @@ def test_small_batch_of_rows_with_drafts_gives_the_decoder_s_logits(unfused: set
     """Logits in another order than that of the tokens. And what padding tokens hold reaches no other: the attention
     that starts early leaves old memory in their outputs. NaN there stays in their own rows and in the null block."""
     from gapless.model.adapter import TransformersModel
-    from gapless.model.fused import fuse
-    from gapless.model.small_batch import SmallBatch
+    from gapless.model.run.few_tokens import SmallBatch
+    from gapless.model.run.fused import fuse
     from models import tiny
     from test_fused import attend_cached
 

@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fast_kernels import FastWindowModel
+from gapless.batch.plan import StepPlan
+from gapless.batch.row_layout import NULL_BLOCK, RowLayout
+from gapless.cache.groups import blocks_spanned, group_of, group_windows, kv_groups, longest_chunk
+from gapless.cache.sizing import given_blocks, split_memory, window_blocks
+from gapless.cache.spec import KVKind, KVSpec, StateSpec, VectorSpec
 from gapless.config import EngineConfig
 from gapless.device.cpu import CpuDevice
 from gapless.errors import RequestError
-from gapless.kv.groups import blocks_spanned, group_of, group_windows, kv_groups, longest_chunk
-from gapless.kv.sizing import given_blocks, split_memory, window_blocks
-from gapless.kv.spec import KVKind, KVSpec, StateSpec, VectorSpec
-from gapless.plan import NULL_BLOCK, RowLayout, StepPlan
-from gapless.request import FinishReason
-from gapless.scheduler import Scheduler
+from gapless.request.outputs import FinishReason
+from gapless.scheduler.scheduler import Scheduler
 from harness import Job, SteppedEngine, make_parts, make_request, random_jobs, run_jobs
 
 SIZE = 8

@@ -18,7 +18,7 @@ from transformers import Qwen4ExpConfig, Qwen4ExpForConditionalGeneration
 from gapless import LLM, SamplingParams
 from gapless.errors import ConfigError
 from gapless.model.adapter import TransformersModel
-from gapless.model.loading import load_model, move_but_tables
+from gapless.model.load.loading import load_model, move_but_tables
 from harness import Job, Outcome, make_request, run_jobs
 from models import HYBRID_KINDS, VOCAB_SIZE, tiny, tiny_config
 

@@ -9,10 +9,10 @@ import torch
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
 
-from gapless.model.delta_net import gated_delta_rule
-from gapless.model.ple import NGramHash, ngram_ids
-from gapless.model.short_conv import short_conv
-from gapless.model.sparse_attention import SparseParams, sparse_attend, write_index_keys
+from gapless.model.parts.delta_net import gated_delta_rule
+from gapless.model.parts.ple import NGramHash, ngram_ids
+from gapless.model.parts.short_conv import short_conv
+from gapless.model.parts.sparse_attention import SparseParams, sparse_attend, write_index_keys
 from models import HYBRID_KINDS, tiny_config
 from ragged import Ragged, Step, drive
 

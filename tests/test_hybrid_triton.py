@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gapless.model import delta_net, short_conv, sparse_attention
-from gapless.model.sparse_attention import SparseParams, write_index_keys
+from gapless.model.parts import delta_net, short_conv, sparse_attention
+from gapless.model.parts.sparse_attention import SparseParams, write_index_keys
 from ragged import BLOCK, Ragged, Step, drive
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from gapless.model import delta_net_triton, short_conv_triton, sparse_attention_triton
+from gapless.model.parts import delta_net_triton, short_conv_triton, sparse_attention_triton
 from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()
@@ -159,7 +159,7 @@ def test_captured_once_and_replayed_for_other_sizes() -> None:
 
 @runs_kernels
 def test_rows_of_a_table() -> None:
-    from gapless.model.ple_host import gather_rows
+    from gapless.model.parts.ple_host import gather_rows
 
     table = torch.randn(40, 6, device=DEVICE)
     ids = torch.randint(40, (5, 3), device=DEVICE)
@@ -169,7 +169,7 @@ def test_rows_of_a_table() -> None:
 @pytest.mark.gpu
 def test_a_table_in_host_memory_is_read_by_a_captured_step() -> None:
     """In place changes are seen, and the pages are released with the embedding."""
-    from gapless.model.ple_host import HostEmbedding
+    from gapless.model.parts.ple_host import HostEmbedding
 
     embedding = torch.nn.Embedding(1000, 48)
     table = HostEmbedding(embedding)

@@ -11,21 +11,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
-LAYERS = [
-    {"checks", "config", "errors", "request", "speculative_config", "structured", "plan", "messages"},
-    {"device"},
-    {"kv"},
-    {"grammar", "drafting", "outbox", "prefill", "prefix", "roster", "row_blocks", "row_words", "rows", "scheduler"}
-    | {"stats", "steady", "step_builder", "versions", "volume", "waiting"},
-    {"model", "attention", "sampling", "speculative", "lora"},
-    {"pipeline"},
-    {"control", "holding", "engine", "build"},
-    {"adapters", "client", "llm", "async_llm", "pace", "text", "cli", "__main__"},
-    {"bench", "coverage", "trace", "server", "top", "verify"},
-]
-"""From the bottom up. A module or package that is not here fails the test: give it its place."""
-LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
-NO_TORCH = LAYERS[0] | LAYERS[2] | LAYERS[3] | {"control", "holding", "engine"}
+sys.path.insert(0, str(SOURCE.parent / "tools"))
+
+from rooms import FLOOR_OF, INSIDE, NEEDS_TORCH, PLANS  # noqa: E402
 
 
 def modules() -> list[Path]:
@@ -35,6 +23,11 @@ def modules() -> list[Path]:
 def module_name(path: Path) -> str:
     parts = list(path.relative_to(SOURCE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = SOURCE.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -56,7 +49,7 @@ def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
                 source = ".".join([*base, *([child.module] if child.module else [])])
                 for alias in child.names:  # `from gapless import llm` names a module too
                     whole = f"{source}.{alias.name}"
-                    yield child.lineno, whole if source == "gapless" else source, now
+                    yield child.lineno, whole if is_module(whole) else source, now
             else:
                 yield from walk(child, now)
 
@@ -64,45 +57,80 @@ def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def part(name: str) -> str | None:
-    """``kv`` for ``gapless.kv.pool``; None for what is not a module of ours."""
+    """``kv`` for ``gapless.cache.block_pool``; None for what is not a module of ours."""
     first, _, rest = name.partition(".")
     head = rest.split(".")[0]
     known = (SOURCE / "gapless" / head).is_dir() or (SOURCE / "gapless" / f"{head}.py").is_file()
     return head if first == "gapless" and head and known else None
 
 
+def floor_inside(name: str) -> int | None:
+    """Of a module in a room with floors of its own; the files that no floor names are the top."""
+    _, room, *rest = [*name.split("."), ""]
+    if room not in INSIDE or not rest[0]:
+        return None
+    return next((i for i, names in enumerate(INSIDE[room]) if rest[0] in names), len(INSIDE[room]))
+
+
 @pytest.mark.parametrize("path", modules(), ids=module_name)
 def test_imports_point_down(path: Path) -> None:
-    own = part(module_name(path))
-    if own is None:  # gapless/__init__.py hands out the public names of every layer, the upper ones lazily
-        above = [name for _, name, now in imports(path) if now and (p := part(name)) and LAYER_OF[p] > 0]
+    name = module_name(path)
+    own = part(name)
+    if own is None:  # gapless/__init__.py hands out the public names of every room, the upper ones lazily
+        above = [name for _, name, now in imports(path) if now and (p := part(name)) and FLOOR_OF[p] > 0]
         assert not above
         return
-    assert own in LAYER_OF, f"{own} is in no layer: give it its place in LAYERS"
-    for line, name, _ in imports(path):
-        other = part(name)
-        if other is not None:
-            assert LAYER_OF[other] <= LAYER_OF[own], f"{path}:{line}: {own} imports {name}, which is above it"
+    assert own in FLOOR_OF, f"{own} is on no floor: give it its place in ROOMS"
+    for line, other, _ in imports(path):
+        room = part(other)
+        if room is None:
+            continue
+        assert FLOOR_OF[room] <= FLOOR_OF[own], f"{path}:{line}: {own} imports {other}, which is above it"
+        if room == own:
+            here, there = floor_inside(name), floor_inside(other)
+            assert here is None or there is None or there <= here, f"{path}:{line}: {name} imports {other}, above it"
+
+
+def test_no_circle_of_imports() -> None:
+    names = {module_name(path): path for path in modules()}
+    uses = {
+        name: {other for _, other, _ in imports(path) if other in names and other != name} - {"gapless"}
+        for name, path in names.items()
+    }
+    done: list[str] = []
+    while free := [name for name in uses if name not in done and not uses[name] - set(done)]:
+        done += free
+    assert not sorted(set(uses) - set(done)), "these import each other, or stand above some that do"
+
+
+def test_few_files_lie_loose() -> None:
+    loose = list((SOURCE / "gapless").glob("*.py"))
+    assert len(loose) <= 7, "a new file belongs into a room"
 
 
 def test_the_check_itself() -> None:
-    assert part("gapless.kv.pool") == "kv"
+    assert part("gapless.cache.block_pool") == "cache"
     assert part("gapless.EngineConfig") is None
     assert part("numpy.random") is None
-    assert any(name == "gapless.kv.pool" for _, name, _ in imports(SOURCE / "gapless" / "row_blocks.py"))
-    lazy = [(name, now) for _, name, now in imports(SOURCE / "gapless" / "build.py") if "cuda" in name]
+    tables = SOURCE / "gapless" / "cache" / "block_tables.py"
+    assert any(name == "gapless.cache.block_pool" for _, name, _ in imports(tables))
+    lazy = [(name, now) for _, name, now in imports(SOURCE / "gapless" / "engine" / "build.py") if "cuda" in name]
     assert lazy
     assert not any(now for _, now in lazy)
 
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)
 def test_what_plans_imports_no_torch(path: Path) -> None:
-    if part(module_name(path)) in NO_TORCH:
+    name = module_name(path)
+    if part(name) in PLANS and name not in NEEDS_TORCH:
         heavy = {"torch", "transformers", "triton"}
         assert not [name for _, name, _ in imports(path) if name.split(".")[0] in heavy]
 
 
-@pytest.mark.parametrize("name", ["scheduler", "engine", "messages", "cli", "cli.generate", "text.outputs"])
+@pytest.mark.parametrize(
+    "name",
+    ["scheduler.scheduler", "engine.engine", "request.messages", "cli", "cli.generate", "text.outputs"],
+)
 def test_torch_stays_out(name: str) -> None:
     code = f"import sys, gapless.{name}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gapless.device.cpu import CpuDevice
-from gapless.engine import Engine
+from gapless.engine.engine import Engine
 from harness import Job, make_parts, make_request, random_jobs, random_options, run_jobs
 from hash_model import EOS, HashModel
 

@@ -208,9 +208,9 @@ def test_merged_products_equal_peft(kind: str, tmp_path: Path) -> None:
     ends with SiLU has no place for them and is for others."""
     from torch.nn.functional import linear
 
-    from gapless.model import ops_reference
     from gapless.model.adapter import TransformersModel
-    from gapless.model.fused import fuse
+    from gapless.model.ops import reference as ops_reference
+    from gapless.model.run.fused import fuse
     from test_fused import attend_cached
 
     model = tiny(kind, num_hidden_layers=2)
@@ -235,8 +235,8 @@ def test_nothing_undeclared_is_touched(llama: Setting, debug: bool, delays: int 
     from gapless.lora import reference
     from gapless.lora.folder import read_adapter
     from gapless.model.adapter import TransformersModel
-    from gapless.pipeline.shapes import graph_shapes
-    from gapless.request import LoraRef, cache_key
+    from gapless.request.request import LoraRef, cache_key
+    from gapless.runner.shapes import graph_shapes
     from harness import Job, SteppedEngine, make_parts, make_request
 
     model = TransformersModel(llama.model)
@@ -308,7 +308,7 @@ def test_other_weights_under_an_old_name_hit_nothing(llama: Setting) -> None:
 
 
 def test_what_else_must_be_equal_is_part_of_the_key() -> None:
-    from gapless.request import cache_key
+    from gapless.request.request import cache_key
 
     assert cache_key(None, 0) == b""
     given = [(None, 1), (None, 2), ("1", 0), ("1", 1), ("1:", 0), ("2:1", 0), ("1", 2)]
@@ -420,7 +420,7 @@ def test_an_adapter_is_not_written_over_before_it_has_left() -> None:
     from gapless.device.cpu import CpuDevice
     from gapless.lora import reference
     from gapless.lora.bank import AdapterBank, LoraWeights, Part, Site
-    from gapless.pipeline.lora import LoraMemory
+    from gapless.runner.lora_memory import LoraMemory
 
     bank = AdapterBank([Site(4, (Part("x", 4),))], rank=2, slots=2, dtype=torch.float32, ops=reference)
     first, second = ({"x": LoraWeights(torch.full((2, 4), v), torch.full((4, 2), v))} for v in (1.0, 2.0))
@@ -447,7 +447,7 @@ def test_an_adapter_is_not_written_over_before_it_has_left() -> None:
 def test_an_aborted_request_frees_its_adapter(llama: Setting) -> None:
     with llama.llm("a", max_loras=1) as llm:
         client = llm._client
-        from gapless.client import Submission
+        from gapless.engine.client import Submission
 
         ended = threading.Event()
         prompt = client.encode({"prompt_token_ids": [5, 6, 7]})

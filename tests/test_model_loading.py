@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from gapless.errors import ConfigError, UnsupportedModelError
-from gapless.model import gguf, loading, smollm2
-from gapless.model.loading import load_model, load_tokenizer
+from gapless.model.load import gguf, loading, smollm2
+from gapless.model.load.loading import load_model, load_tokenizer
 from models import VOCAB_SIZE, tiny, tiny_config
 from paged import greedy
 
@@ -242,7 +242,7 @@ def test_folder_is_made_at_once_or_not_at_all(tmp_path: Path) -> None:
 def test_smollm2_second_call_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "SmolLM2-135M-Instruct").mkdir()
     code = (
-        "import sys; from gapless.model.smollm2 import main; main([]); "
+        "import sys; from gapless.model.load.smollm2 import main; main([]); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     environment = {**os.environ, "GAPLESS_CACHE": str(tmp_path)}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from gapless.kv.spec import StateSpec
+from gapless.cache.spec import StateSpec
 from gapless.model.adapter import TransformersModel
-from gapless.model.loading import load_model, load_tokenizer
+from gapless.model.load.loading import load_model, load_tokenizer
+from gapless.model.load.smollm2 import smollm2_folder
 from gapless.model.probe import probe_parity
-from gapless.model.smollm2 import smollm2_folder
 from models import FOUR_KINDS, HYBRID_KINDS, MORE_KINDS, VOCAB_SIZE, tiny
 from paged import PagedDriver, greedy
 
@@ -211,7 +211,7 @@ def test_longrope_is_fixed_by_the_longest_context() -> None:
 @pytest.mark.model
 def test_smollm2_equals_transformers() -> None:
     if not smollm2_folder().exists():
-        pytest.skip("SmolLM2 is not in the cache; run: python -m gapless.model.smollm2")
+        pytest.skip("SmolLM2 is not in the cache; run: python -m gapless.model.load.smollm2")
     loaded = load_model(smollm2_folder(), device=torch.device("cpu"))
     tokenizer = load_tokenizer(loaded.tokenizer_source)
     assert tokenizer is not None

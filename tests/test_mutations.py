@@ -42,7 +42,8 @@ def test_the_document_lists_these_faults_and_no_others() -> None:
 
 
 def test_nothing_is_caught_without_a_fault() -> None:
-    nothing = Fault("nothing", "", (Edit("gapless.scheduler:Scheduler", "commit", "r, steady = ", "r, steady = "),))
+    edit = Edit("gapless.scheduler.scheduler:Scheduler", "commit", "r, steady = ", "r, steady = ")
+    nothing = Fault("nothing", "", (edit,))
     for workload in WORKLOADS:
         for depth in (1, 2, 3, 4):
             assert _small(nothing, workload, depth) is None
@@ -51,6 +52,6 @@ def test_nothing_is_caught_without_a_fault() -> None:
 
 def test_an_edit_that_finds_nothing_is_an_error() -> None:
     with pytest.raises(AssertionError, match="0 times, not once"), applied(
-        Fault("gone", "", (Edit("gapless.scheduler:Scheduler", "commit", "no such text", ""),))
+        Fault("gone", "", (Edit("gapless.scheduler.scheduler:Scheduler", "commit", "no such text", ""),))
     ):
         pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gapless.model import ops_reference as reference
+from gapless.model.ops import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -113,7 +113,7 @@ def test_attention_input_is_qwen3s(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("size", [1, 48, 640])
 def test_triton_rms_norm(dtype: torch.dtype, size: int) -> None:
-    from gapless.model import ops_triton
+    from gapless.model.ops import triton as ops_triton
 
     x = randn(6, 2 * size, dtype=dtype)[:, :size]  # a row stride of its own
     residual, weight = randn(6, size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
@@ -134,7 +134,7 @@ def test_triton_rms_norm(dtype: torch.dtype, size: int) -> None:
 @dtypes
 @pytest.mark.parametrize("size", [1, 40, 1500])
 def test_triton_silu_mul(dtype: torch.dtype, size: int) -> None:
-    from gapless.model import ops_triton
+    from gapless.model.ops import triton as ops_triton
 
     gate_up = randn(3, 2 * size, dtype=dtype) * 4
     close(ops_triton.silu_mul(gate_up), reference.silu_mul(gate_up), 2)
@@ -163,7 +163,7 @@ def test_triton_rope(
     offset: bool,
     table: torch.dtype | None,
 ) -> None:
-    from gapless.model import ops_triton
+    from gapless.model.ops import triton as ops_triton
 
     tokens, block = 7, 4
     width = (heads + 2 * kv_heads) * size
@@ -194,7 +194,7 @@ def test_triton_rope(
 
 @runs_kernels
 def test_triton_writes_a_cache_of_another_dtype_and_stride() -> None:
-    from gapless.model import ops_triton
+    from gapless.model.ops import triton as ops_triton
 
     qkv = randn(2, 3 * 16)
     cos, sin = randn(4, 16).cos(), randn(4, 16).sin()
@@ -212,7 +212,7 @@ def test_triton_writes_a_cache_of_another_dtype_and_stride() -> None:
 
 @runs_kernels
 def test_triton_nothing_to_do() -> None:
-    from gapless.model import ops_triton
+    from gapless.model.ops import triton as ops_triton
 
     assert ops_triton.rms_norm(randn(0, 8), randn(8), 1e-6).shape == (0, 8)
     assert ops_triton.silu_mul(randn(0, 8)).shape == (0, 4)

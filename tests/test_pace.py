@@ -9,9 +9,9 @@ import pytest
 
 from engines import options
 from gapless import LLM, SamplingParams
-from gapless.engine import EngineStats
-from gapless.pace import Pace
-from gapless.stats import SchedulerStats
+from gapless.engine.progress import Pace
+from gapless.engine.stats import EngineStats
+from gapless.scheduler.stats import SchedulerStats
 
 
 def test_idle_time_by_cause() -> None:

@@ -18,8 +18,8 @@ import torch
 from engines import Gate, check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, SamplingParams, WeightError
 from gapless.device.cpu import CpuDevice
-from gapless.pipeline.keys import Key
-from gapless.request import FinishReason
+from gapless.request.outputs import FinishReason
+from gapless.runner.keys import Key
 from harness import make_parts, make_request
 from hash_model import HashModel
 from models import tiny
@@ -35,7 +35,7 @@ def ids(outputs: list[Any]) -> list[list[int]]:
 
 def asked_to_pause(llm: LLM) -> bool:
     """Whether a pause of mode "finish" is on its way to the loop, which may wait for a step, or has arrived."""
-    return llm._client._scheduler.holding or not llm._client._engine._inbox.empty()
+    return llm._client._scheduler.admission_closed or not llm._client._engine._inbox.empty()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_abort_ends_what_runs_and_what_waits(expected: list[list[int]]) -> None:
 def test_finish_runs_to_the_end_and_queues_what_comes(expected: list[list[int]]) -> None:
     with busy(max_num_seqs=2) as (llm, gate, running, threads):
         pausing = threads.submit(llm.pause, "finish")
-        wait_until(lambda: llm._client._scheduler.holding, "the pause")
+        wait_until(lambda: llm._client._scheduler.admission_closed, "the pause")
         later = threads.submit(llm.generate, "h", SHORT, use_tqdm=False)
         assert ids(running.result(30)) == expected  # the third of them had not even started
         pausing.result(30)
@@ -321,7 +321,7 @@ def test_weights_cannot_change_under_level_2() -> None:
 
 def test_a_request_that_is_held_can_be_aborted() -> None:
     scheduler, runner = make_parts(HashModel(), CpuDevice(), depth=1)
-    scheduler.holding = True
+    scheduler.admission_closed = True
     scheduler.add(make_request(0, [2, 3], 4))
     scheduler.add(make_request(1, [2, 3], 4))
     assert scheduler.schedule() is None

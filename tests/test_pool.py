@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gapless.kv.pool import ROOT, BlockPool, block_keys
-from gapless.plan import NULL_BLOCK
+from gapless.batch.row_layout import NULL_BLOCK
+from gapless.cache.block_pool import ROOT, BlockPool, block_keys
 
 
 def tokens(i: int) -> np.ndarray:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.device.arena import arena_views
-from gapless.pipeline.layout import HEADER_WORDS, StepInputs
-from gapless.pipeline.masks import ROWS_AT, mask_inputs
-from gapless.pipeline.masks import apply_masks as apply_masks_reference
-from gapless.pipeline.prepare import StepIndices
-from gapless.pipeline.prepare import prepare as prepare_reference
-from gapless.plan import RowLayout
+from gapless.batch.arena import arena_views
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.slot_layout import HEADER_WORDS, StepInputs
+from gapless.runner.masks import ROWS_AT, mask_inputs
+from gapless.runner.masks import apply_masks as apply_masks_reference
+from gapless.runner.prepare import StepIndices
+from gapless.runner.prepare import prepare as prepare_reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -91,7 +91,7 @@ class Step:
     def run(self, triton: bool) -> None:
         """Run one of the two and compare. The null row's tokens are nobody's."""
         if triton:
-            from gapless.pipeline.prepare_triton import prepare
+            from gapless.runner.prepare_triton import prepare
         else:
             prepare = prepare_reference
         device = DEVICE if triton else "cpu"
@@ -148,7 +148,7 @@ def test_triton(case: tuple[Any, ...], seed: int) -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_a_graph_serves_steps_of_other_sizes() -> None:
     """One capture, then other contents of the same slot: nothing but padded sizes is baked in."""
-    from gapless.pipeline.prepare_triton import prepare
+    from gapless.runner.prepare_triton import prepare
 
     steps = [
         Step(s, lens, 64, 8, u)
@@ -185,7 +185,7 @@ def test_a_graph_serves_steps_of_other_sizes() -> None:
 @runs_kernels
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_masks_reach_their_rows(count: int) -> None:
-    from gapless.pipeline.masks_triton import apply_masks
+    from gapless.runner.masks_triton import apply_masks
 
     layout = RowLayout(5, 16, 8, 40_000)
     rng = np.random.default_rng(count)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from engines import check_idle, options
 from gapless import LLM, RequestError, SamplingParams
-from gapless.kv.pool import ROOT, block_keys
-from gapless.plan import StepPlan
-from gapless.request import MAX_CACHE_SALT, MAX_PRIORITY, FinishReason, Request, cache_key, check_priority
-from gapless.scheduler import Scheduler
-from gapless.waiting import WaitingQueue
+from gapless.batch.plan import StepPlan
+from gapless.cache.block_pool import ROOT, block_keys
+from gapless.request.outputs import FinishReason
+from gapless.request.request import MAX_CACHE_SALT, MAX_PRIORITY, Request, cache_key, check_priority
+from gapless.scheduler.queue import WaitingQueue
+from gapless.scheduler.scheduler import Scheduler
 from harness import make_request
 from test_scheduler import answer, make
 

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_loop_is_the_code() -> None:
-    source = (ROOT / "src" / "gapless" / "engine.py").read_text(encoding="utf-8")
+    source = (ROOT / "src" / "gapless" / "engine" / "engine.py").read_text(encoding="utf-8")
     (node,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "_loop")
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     quote = f"```python\n{textwrap.dedent(chr(10).join(lines))}\n```"

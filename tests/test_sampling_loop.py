@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.plan import Record
+from gapless.batch.row_layout import Record
 from harness import Job, Outcome, SteppedEngine, make_parts, make_request, run_jobs
 from hash_model import EOS, HashModel, sequence_hash
 from test_sampling_process import brute, expected_record

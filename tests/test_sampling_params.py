@@ -14,9 +14,10 @@ import torch
 
 from engines import check_idle, model, options, tokenizer
 from gapless import LLM, AsyncLLM, Logprob, RequestError, RequestOutputKind, SamplingParams
+from gapless.batch.plan import COMBINATIONS, Feature, covering
+from gapless.batch.row_layout import Record
 from gapless.cli.options import given
 from gapless.errors import ConfigError
-from gapless.plan import COMBINATIONS, Feature, Record, covering
 from gapless.text.stop import StopMatcher
 from gapless.text.vocabulary import bad_word_ids
 from test_cli import parse

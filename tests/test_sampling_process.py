@@ -11,9 +11,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gapless.plan import Feature, Record, RowLayout, Word
-from gapless.request import Request, SamplingParams
-from gapless.row_words import request_updates
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import Record, RowLayout, Word
+from gapless.batch.row_params import request_updates
+from gapless.request.request import Request
+from gapless.request.sampling_params import SamplingParams
 from gapless.sampling.process import process
 from gapless.sampling.reference import sample_and_store
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.plan import Feature, Record
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import Record
 from gapless.sampling import reference
 from test_sampling_process import (
     EVERYTHING,

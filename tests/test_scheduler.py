@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.row_layout import RowLayout
 from gapless.config import EngineConfig
 from gapless.errors import RequestError
-from gapless.plan import Feature, RowLayout, StepPlan
-from gapless.request import FinishReason
-from gapless.scheduler import Scheduler
-from gapless.step_builder import StepBuilder
+from gapless.request.outputs import FinishReason
+from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.step_builder import StepBuilder
 from harness import Job, make_request, run_jobs
 from hash_model import HashModel
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gapless.request import CompletionOutput
+from gapless.request.outputs import CompletionOutput
 from gapless.server.answer import Answer, AnswerForm, Pieces
 from gapless.server.chat import Call
 from gapless.server.reasoning import starts_inside

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from engines import OPTIONS, model, wait_until
-from gapless.engine import EngineStats
-from gapless.kv.spec import KVSpec, StateSpec, VectorSpec
+from gapless.cache.spec import KVSpec, StateSpec, VectorSpec
+from gapless.engine.stats import EngineStats
+from gapless.scheduler.read_counters import Volume
+from gapless.scheduler.stats import SchedulerStats
 from gapless.server.estimates import ModelSizes
 from gapless.server.metrics import Metrics
+from gapless.server.top.exposition import Reading
 from gapless.server.wire import Step
-from gapless.stats import SchedulerStats
-from gapless.top.exposition import Reading
-from gapless.volume import Volume
 from live_server import LiveServer, serving
 
 GAUGES = """num_requests_running num_requests_waiting num_requests_waiting_by_reason{reason} kv_cache_usage_perc

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from gapless.config import EngineConfig
-from gapless.engine import EngineStats
-from gapless.messages import Finished, StepMessage
-from gapless.request import FinishReason, SamplingParams
+from gapless.engine.stats import EngineStats
+from gapless.request.messages import Finished, StepMessage
+from gapless.request.outputs import FinishReason
+from gapless.request.sampling_params import SamplingParams
+from gapless.scheduler.stats import SchedulerStats
 from gapless.server import chat, completions
 from gapless.server.answer import AnswerForm
 from gapless.server.frontend import FrontEnd
 from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.sse import _MARK, EventStream, PlainEvent, data
 from gapless.server.wire import Ready, Step
-from gapless.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt
 from text_tokenizers import byte_level
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from engines import tokenizer
 from gapless.cli import main
-from gapless.top.exposition import Reading, parse
+from gapless.server.top.exposition import Reading, parse
 from live_server import LiveServer, serving
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from fast_kernels import KERNELS
 from gapless.device.base import Access, DeviceError
 from gapless.device.operations import HOST, Operation, in_order
 from gapless.device.simulated import SimulatedDevice
-from gapless.pipeline.kernels import reference_kernels
+from gapless.runner.kernels import reference_kernels
 from gapless.verify.choosers import PriorityChooser, RandomChooser, Replay, Starve
 from gapless.verify.races import RaceDetector
 from grammars import constrain, regex

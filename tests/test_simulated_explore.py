@@ -14,7 +14,7 @@ import torch
 from gapless.device.base import Access
 from gapless.device.operations import HOST, STREAMS, Chooser, in_order
 from gapless.device.simulated import SimulatedDevice
-from gapless.pipeline.kernels import reference_kernels
+from gapless.runner.kernels import reference_kernels
 from gapless.verify.choosers import PriorityChooser, RandomChooser, Replay, Starve
 from gapless.verify.explore import Failure, explore_races, explore_states
 from gapless.verify.races import RaceDetector
@@ -146,7 +146,7 @@ def test_every_interleaving_gives_the_tokens_of_depth_1(name: str, depth: int) -
 
 @pytest.fixture(scope="module")
 def tiny_llama() -> Workload:
-    from gapless.model.loading import load_model
+    from gapless.model.load.loading import load_model
     from models import tiny
 
     model = load_model(tiny("llama", num_hidden_layers=2), device=torch.device("cpu"), probe=False).model

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.slot_layout import slot_layout, step_inputs
 from gapless.device.cpu import CpuDevice
-from gapless.pipeline.layout import slot_layout, step_inputs
-from gapless.pipeline.slot import Slot
-from gapless.plan import Feature, StepPlan
+from gapless.runner.slot import Slot
 
 SEQS, TOKENS, UPDATES = 6, 24, 8
 

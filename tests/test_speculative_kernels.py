@@ -13,9 +13,10 @@ import torch
 
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.attention.reference import attend_brute
-from gapless.device.arena import arena_views
+from gapless.batch.arena import arena_views
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
 from gapless.device.cpu import CpuDevice
-from gapless.plan import Feature, RowLayout, Word
 from gapless.speculative import steps
 from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
 from gapless.speculative.ngram import NgramProposer, lookup

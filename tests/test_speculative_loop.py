@@ -10,8 +10,8 @@ import pytest
 
 from drafts import oracle
 from gapless.device.simulated import SimulatedDevice
-from gapless.pipeline.shapes import graph_shapes
-from gapless.request import FinishReason
+from gapless.request.outputs import FinishReason
+from gapless.runner.shapes import graph_shapes
 from gapless.speculative_config import SpeculativeConfig
 from gapless.verify.choosers import RandomChooser
 from gapless.verify.races import RaceDetector

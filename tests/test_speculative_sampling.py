@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gapless.device.arena import arena_views
-from gapless.plan import Feature, RowLayout, Word
+from gapless.batch.arena import arena_views
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
 from gapless.sampling.reference import sample_and_store
 from gapless.speculative.base import DRAFTS, DRAWS, DraftIndices, Sequences
 from gapless.speculative.steps import accept, expand, place

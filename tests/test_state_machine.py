@@ -26,15 +26,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-import gapless.build as build_module
+import gapless.engine.build as build_module
 from engines import check_idle, tokenizer, wait_until
 from fast_kernels import FastHashModel
 from gapless import RequestOutput, SamplingParams
-from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
-from gapless.control import PAUSE_MODES
 from gapless.device.cpu import CpuDevice
-from gapless.request import cache_key
+from gapless.engine.client import EngineClient, Submission
+from gapless.engine.control import PAUSE_MODES
+from gapless.request.request import cache_key
 from gapless.text.outputs import RequestGroup, accumulate
 from grammars import EOS, constrain, regex
 from harness import make_request
@@ -164,7 +164,7 @@ class Turns(RuleBasedStateMachine):
 
     more_turns = turns
 
-    @precondition(lambda self: self.engine is not None and self.engine.control.held)
+    @precondition(lambda self: self.engine is not None and self.engine.control.stopped)
     @rule()
     def go_on(self) -> None:
         """Or most of a run would be held."""

@@ -17,7 +17,7 @@ from engines import check_idle, options, tokenizer
 from gapless import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputsParams
 from gapless.grammar import compiler
 from gapless.grammar.compiler import GrammarCompiler, grammar_text
-from gapless.structured import MAX_BYTES
+from gapless.request.structured import MAX_BYTES
 from text_tokenizers import llama_like
 
 SMOLLM = Path.home() / ".cache" / "gapless" / "SmolLM2-135M-Instruct"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fast_kernels import FastHashModel
+from gapless.batch.row_layout import RowLayout
 from gapless.device.simulated import SimulatedDevice
-from gapless.pipeline.masks import ROWS_AT, apply_masks, mask_inputs
-from gapless.plan import RowLayout
-from gapless.request import FinishReason
+from gapless.request.outputs import FinishReason
+from gapless.runner.masks import ROWS_AT, apply_masks, mask_inputs
 from gapless.verify.choosers import RandomChooser
 from gapless.verify.explore import explore_states
 from gapless.verify.races import RaceDetector

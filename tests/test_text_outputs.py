@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.errors import EngineDeadError, RequestError
-from gapless.messages import Finished, StepMessage
-from gapless.request import FinishReason, RequestOutput, SamplingParams
+from gapless.request.messages import Finished, StepMessage
+from gapless.request.outputs import FinishReason, RequestOutput
+from gapless.request.sampling_params import SamplingParams
 from gapless.text.outputs import OutputProcessor, RequestGroup, accumulate
 from text_tokenizers import byte_level, llama_like
 

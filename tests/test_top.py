@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from gapless.cli import main
-from gapless.top.exposition import Difference, Reading, parse, percentile
-from gapless.top.frame import frame, scaled, seconds
+from gapless.server.top.exposition import Difference, Reading, parse, percentile
+from gapless.server.top.frame import frame, scaled, seconds
 
 LABELS = 'model_name="tiny",engine="0"'
 BOUNDS = ("0.001", "0.01", "0.1", "+Inf")

@@ -11,7 +11,7 @@ import pytest
 from engines import options
 from gapless import LLM, SamplingParams
 from gapless.cli import main
-from gapless.engine import PHASES
+from gapless.engine.stats import PHASES
 from gapless.trace.chrome import read_events
 from gapless.trace.observe import Window
 from gapless.trace.recording import load

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from gapless.plan import Feature, StepPlan
-from gapless.volume import Volume
+from gapless.batch.plan import Feature, StepPlan
+from gapless.scheduler.read_counters import Volume
 
 
 def plan(starts: list[int], lens: list[int]) -> StepPlan:

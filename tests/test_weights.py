@@ -16,9 +16,9 @@ from torch import nn
 from engines import OPTIONS, check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, ConfigError, SamplingParams, WeightError
 from gapless.device.cpu import CpuDevice
-from gapless.model import ops_reference
 from gapless.model.adapter import TransformersModel
-from gapless.model.fused import fuse
+from gapless.model.ops import reference as ops_reference
+from gapless.model.run.fused import fuse
 from gapless.model.weights import Weights
 from harness import Job, Outcome, SteppedEngine, make_parts, make_request
 from hash_model import HashModel

@@ -305,7 +305,7 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(CLIENTS)}")
     model = arguments.model
     if model is None:
-        from gapless.model.smollm2 import get_smollm2
+        from gapless.model.load.smollm2 import get_smollm2
 
         model = str(get_smollm2())
     arguments.folder.mkdir(parents=True, exist_ok=True)

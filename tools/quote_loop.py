@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 def loop_source() -> str:
     """The code of the loop, dedented."""
-    source = (ROOT / "src" / "gapless" / "engine.py").read_text(encoding="utf-8")
+    source = (ROOT / "src" / "gapless" / "engine" / "engine.py").read_text(encoding="utf-8")
     functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
     (node,) = (function for function in functions if function.name == "_loop")
     return textwrap.dedent("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]))

@@ -17,17 +17,10 @@ from gapless.errors import (
     UnsupportedModelError,
     WeightError,
 )
-from gapless.request import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
+from gapless.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from gapless.request.sampling_params import RequestOutputKind, SamplingParams
+from gapless.request.structured import StructuredOutputsParams
 from gapless.speculative_config import SpeculativeConfig
-from gapless.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from gapless.async_llm import AsyncLLM

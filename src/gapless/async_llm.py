@@ -10,14 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
-from gapless.control import PauseMode
-from gapless.engine import EngineStats
+from gapless.engine.client import EngineClient, Submission
+from gapless.engine.control import PauseMode
+from gapless.engine.stats import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.model.weights import Named
-from gapless.request import RequestOutput, RequestOutputKind, SamplingParams
-from gapless.stats import SchedulerStats
+from gapless.request.outputs import RequestOutput
+from gapless.request.sampling_params import RequestOutputKind, SamplingParams
+from gapless.scheduler.stats import SchedulerStats
 from gapless.text.chat import EncodedPrompt
 from gapless.text.outputs import OutputMode, accumulate
 

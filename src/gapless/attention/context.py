@@ -25,7 +25,7 @@ class AttentionContext:
 
     Attributes:
         kv_caches: one tensor per layer, for attention ``[2, N, B, HK, D]``; index 0 holds keys, 1 values. For other
-            kinds of layers see `gapless.kv.spec`.
+            kinds of layers see `gapless.cache.spec`.
         slot_mapping: int64 ``[T]``, flat place ``block * B + offset`` where token t's key and value go.
         query_start_loc: int32 ``[S + 1]``.
         seq_lens: int32 ``[S]``, tokens that are in the cache once this step's are written.
@@ -37,7 +37,7 @@ class AttentionContext:
         max_query_len: a bound on the tokens of each sequence that is small enough for the decode kernel, or None. Known
             by the host, baked into graphs.
         scratch: for values that one layer computes and the next ones of the same group and step reuse.
-        group_of_layer: by layer, which group's slot mapping and block tables are its own (see `gapless.kv.groups`);
+        group_of_layer: by layer, which group's slot mapping and block tables are its own (see `gapless.cache.groups`);
             empty if all layers share these.
         token_table: int32 ``[R + 1, max_model_len]``, the tokens of each row, this step's among them; None where no
             part of a model looks at it.

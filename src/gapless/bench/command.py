@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     named = [workload(name) for name in names]
     check_lengths(arguments)
     from gapless.bench.environment import environment
+    from gapless.bench.subject import compare, make_subject
     from gapless.bench.sweep import sweep
 
     if names == ["seed"]:
@@ -89,15 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save:
         save(arguments.save, environment(), rows)
     return 0
-
-
-def compare(arguments: argparse.Namespace, subject: Subject, loads: list[Workload], show: Any) -> list[dict[str, Any]]:
-    """The peers that were asked for."""
-    if not arguments.compare:
-        return []
-    from gapless.bench.peer import compare as run_peers
-
-    return run_peers(subject, loads, arguments.compare, arguments.peer_attention, show)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -128,35 +120,12 @@ def check_lengths(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: a number > 0")
 
 
-def make_subject(arguments: argparse.Namespace, options: dict[str, Any]) -> Subject:
-    """Load or make the model."""
-    from gapless.bench.models import load_once, random_model
-    from gapless.bench.sweep import Subject
-    from gapless.build import resolve_device
-
-    if arguments.quiet:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-    device = resolve_device(options.get("device", "auto"))
-    dtype = options.get("dtype", "auto")
-    if arguments.model is None and arguments.shape is None:
-        arguments.model, arguments.shape = (None, "llama-8b") if device.type == "cuda" else ("smollm2", None)
-    if arguments.model is not None:
-        return Subject(load_once(arguments.model, device, dtype), arguments.model, device, options, False)
-    import torch
-
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return Subject(random_model(arguments.shape, device, getattr(torch, dtype)), arguments.shape, device, options)
-
-
 def _loads(arguments: argparse.Namespace, named: list[Workload], subject: Subject) -> list[Workload]:
     loads = list(named)
     output_len = arguments.output_len or 256
     if arguments.prompts_file is not None or arguments.sharegpt is not None:
         from gapless.bench.files import from_prompts, from_sharegpt
-        from gapless.model.loading import load_tokenizer
+        from gapless.model.load.loading import load_tokenizer
 
         source = getattr(subject.model.config, "_name_or_path", None) or None
         tokenizer = load_tokenizer(source)

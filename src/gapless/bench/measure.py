@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from gapless.bench.workloads import Workload
-from gapless.client import EngineClient, Submission
-from gapless.engine import PHASES, EngineStats
+from gapless.engine.client import EngineClient, Submission
+from gapless.engine.stats import PHASES, EngineStats
 from gapless.errors import EngineDeadError
-from gapless.request import RequestOutput
+from gapless.request.outputs import RequestOutput
 
 WARM_TOKENS = 8
 

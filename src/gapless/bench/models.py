@@ -52,7 +52,7 @@ def load_once(name: str, device: torch.device, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     if name == "smollm2":
-        from gapless.model.smollm2 import get_smollm2
+        from gapless.model.load.smollm2 import get_smollm2
 
         name = str(get_smollm2())
     if dtype == "auto":

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gapless.bench.command import compare, make_subject
 from gapless.bench.environment import environment
+from gapless.bench.subject import compare, make_subject
 from gapless.bench.sweep import sweep
 from gapless.bench.table import grid, headline, of_floor, progress, save, step_ms
 from gapless.bench.workloads import Workload, uniform, workload

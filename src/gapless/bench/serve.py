@@ -263,7 +263,7 @@ def _bar(total: int, quiet: bool) -> Any:
 def _tokenizer(name: str | None) -> Any:
     if name is None:
         return None
-    from gapless.model.loading import load_tokenizer
+    from gapless.model.load.loading import load_tokenizer
 
     found = load_tokenizer(name)
     if found is None:

@@ -16,8 +16,8 @@ from gapless.bench.environment import read_bandwidth
 from gapless.bench.measure import Figures, measure, warm
 from gapless.bench.models import floor_ms
 from gapless.bench.workloads import Workload
-from gapless.client import EngineClient
 from gapless.config import EngineConfig
+from gapless.engine.client import EngineClient
 
 logger = logging.getLogger("gapless")
 

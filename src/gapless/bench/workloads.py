@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from gapless.errors import ConfigError, did_you_mean
-from gapless.request import SamplingParams
+from gapless.request.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

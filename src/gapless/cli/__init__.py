@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": ("gapless.server.command", "serve a model over HTTP, with OpenAI's interface"),
     "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
     "bench serve": ("gapless.bench.serve", "load a server with OpenAI's interface and report its latencies"),
-    "top": ("gapless.top.command", "watch a running server: busy, idle and why, tokens a second, latencies"),
+    "top": ("gapless.server.top.command", "watch a running server: busy, idle and why, tokens a second, latencies"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
     "simulate": ("gapless.verify.command", "predict GPU idle time and throughput at each depth, without a GPU"),
     "coverage": ("gapless.coverage.command", "which architectures are computed as transformers computes them"),

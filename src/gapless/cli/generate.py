@@ -21,12 +21,13 @@ from gapless.cli.output import FORMATS, Writer
 from gapless.cli.parser import CommandError, Parser, UsageError
 from gapless.cli.prompts import Job, jobs_from_arguments, jobs_from_file
 from gapless.config import EngineConfig
+from gapless.engine.progress import INTERVAL, Pace
 from gapless.errors import EngineDeadError, RequestError
-from gapless.pace import INTERVAL, Pace
-from gapless.request import RequestOutput, SamplingParams
+from gapless.request.outputs import RequestOutput
+from gapless.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from gapless.client import EngineClient
+    from gapless.engine.client import EngineClient
 
 DEMO_MODEL = "smollm2"
 
@@ -134,13 +135,13 @@ def open_client(model: str, config: EngineConfig) -> EngineClient:
     """Load a model as the commands do; `DEMO_MODEL` is fetched if need be."""
     from transformers.utils import logging as transformers_logging
 
-    from gapless.client import EngineClient
+    from gapless.engine.client import EngineClient
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:
         if model == DEMO_MODEL and not Path(model).exists():
-            from gapless.model.smollm2 import get_smollm2
+            from gapless.model.load.smollm2 import get_smollm2
 
             model = str(get_smollm2())
         return EngineClient(model, config)
@@ -149,7 +150,7 @@ def open_client(model: str, config: EngineConfig) -> EngineClient:
 
 
 def _submit(client: EngineClient, jobs: list[Job], inbox: queue.SimpleQueue[Any], mode: Any) -> None:
-    from gapless.client import Submission
+    from gapless.engine.client import Submission
 
     submissions = []
     for index, job in enumerate(jobs):

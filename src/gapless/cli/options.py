@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
+from gapless.request.structured import StructuredOutputsParams
 from gapless.speculative_config import SpeculativeConfig
-from gapless.structured import StructuredOutputsParams
 
 SPELLING = {("EngineConfig", "seed"): "engine-seed", ("SamplingParams", "speculative"): "drafts"}
 """Options that are not spelt like their field, because another dataclass has a field of that name."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import IO
 
 from gapless.cli.prompts import Job
-from gapless.request import RequestOutput
+from gapless.request.outputs import RequestOutput
 
 FORMATS = ("text", "jsonl")
 

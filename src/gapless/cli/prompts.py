@@ -18,7 +18,7 @@ from gapless.cli.adapters import adapter_of
 from gapless.cli.options import LEFT_OUT
 from gapless.cli.parser import UsageError
 from gapless.errors import RequestError, did_you_mean
-from gapless.request import SamplingParams
+from gapless.request.sampling_params import SamplingParams
 from gapless.text.chat import check_messages
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")

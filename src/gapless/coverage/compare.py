@@ -17,7 +17,7 @@ from gapless.coverage.small import NotSmall, class_name, default_config, small_c
 from gapless.errors import UnsupportedModelError
 from gapless.llm import LLM
 from gapless.model import checks
-from gapless.request import SamplingParams
+from gapless.request.sampling_params import SamplingParams
 
 LENGTHS = (23, 1, 9)
 NEW_TOKENS = 14
@@ -34,7 +34,7 @@ class Outcome:
         result: ``equal``; ``differs`` or ``fails``, which would be faults of the engine; ``refused`` by name;
             ``not small`` or ``no end``, which say nothing.
         text: a bound of the largest difference, or the reason.
-        windows: of the engine's groups of layers; see `gapless.kv.groups`.
+        windows: of the engine's groups of layers; see `gapless.cache.groups`.
         name: of its class.
     """
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from gapless.errors import EngineClosedError, RequestError
 from gapless.grammar.matcher import I32, Grammar, brief
-from gapless.request import SamplingParams
-from gapless.structured import StructuredOutputsParams
+from gapless.request.sampling_params import SamplingParams
+from gapless.request.structured import StructuredOutputsParams
 
 CHECK_SECONDS = 3.0
 """A grammar that needs longer is refused."""

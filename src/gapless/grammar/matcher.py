@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gapless.request import FinishReason
+from gapless.request.outputs import FinishReason
 
 I32 = npt.NDArray[np.int32]
 

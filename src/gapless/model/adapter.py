@@ -23,14 +23,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from gapless.attention import reference
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.cache.spec import LayerSpec
 from gapless.errors import UnsupportedModelError
-from gapless.kv.spec import LayerSpec
 from gapless.lora.bank import AdapterBank, Part, Site
-from gapless.lora.hooks import attach, token_linears
 from gapless.model import checks
-from gapless.model.cpu_linear import quicken
-from gapless.model.hybrid import HybridLayer, ple_tables, replace_layers
-from gapless.model.packed import AttentionBackend, PackedStep
+from gapless.model.hybrid.layer import HybridLayer, ple_tables
+from gapless.model.hybrid.replace import replace_layers
+from gapless.model.lora_hooks import attach, token_linears
+from gapless.model.products.cpu_linear import quicken
+from gapless.model.token_rows import AttentionBackend, PackedStep
 
 ATTENTION_NAME = "gapless"
 

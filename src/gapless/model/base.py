@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.kv.spec import LayerSpec
+from gapless.cache.spec import LayerSpec
 
 
 class CausalModel(Protocol):

@@ -23,9 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gapless.attention.context import AttentionParams
+from gapless.cache.spec import DTYPE_BYTES, KVSpec
 from gapless.errors import UnsupportedModelError
-from gapless.kv.spec import DTYPE_BYTES, KVSpec
-from gapless.model.hybrid import HYBRID_LAYER_TYPES
+from gapless.model.hybrid.replace import HYBRID_LAYER_TYPES
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional", "longrope"})

@@ -14,8 +14,8 @@ import math
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.cache.spec import StateSpec
 from gapless.errors import UnsupportedModelError
-from gapless.kv.spec import StateSpec
 from gapless.model import checks
 from gapless.model.adapter import ATTENTION_NAME, TransformersModel
 from gapless.model.base import CausalModel

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from gapless.plan import Record
-from gapless.request import MAX_LOGPROBS
+from gapless.batch.row_layout import Record
+from gapless.request.sampling_params import MAX_LOGPROBS
 
 
 def write_records(x: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gapless.device.arena import arena_views
-from gapless.plan import BAD_WORDS_WIDTH, I32, RowLayout, Word
-from gapless.request import MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from gapless.batch.arena import arena_views
+from gapless.batch.row_layout import BAD_WORDS_WIDTH, I32, RowLayout, Word
+from gapless.request.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 
 def process(

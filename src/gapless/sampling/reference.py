@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from gapless.device.arena import arena_views
-from gapless.plan import Feature, RowLayout, Word
-from gapless.request import MAX_STOP_TOKEN_IDS
+from gapless.batch.arena import arena_views
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
+from gapless.request.sampling_params import MAX_STOP_TOKEN_IDS
 from gapless.sampling.logprobs import write_records
 from gapless.sampling.philox import Purpose, uniform
 from gapless.sampling.process import process

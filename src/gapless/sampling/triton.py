@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.device.arena import arena_views
-from gapless.plan import Feature, RowLayout, Word
+from gapless.batch.arena import arena_views
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
 from gapless.sampling.philox import Purpose
 from gapless.sampling.reference import MIN_TEMPERATURE
 from gapless.sampling.triton_filter import (

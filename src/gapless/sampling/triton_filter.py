@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.plan import Word
-from gapless.request import MAX_STOP_TOKEN_IDS
+from gapless.batch.row_layout import Word
+from gapless.request.sampling_params import MAX_STOP_TOKEN_IDS
 
 GROUP = tl.constexpr(64)
 _TILE = tl.constexpr(64)  # groups that are searched at a time

@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.device.arena import arena_views
-from gapless.plan import Feature, Record, RowLayout, Word
-from gapless.request import MAX_LOGPROBS
+from gapless.batch.arena import arena_views
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import Record, RowLayout, Word
+from gapless.request.sampling_params import MAX_LOGPROBS
 from gapless.sampling.reference import MIN_TEMPERATURE
 from gapless.sampling.triton_filter import count_masked, float_key, mask_stop_tokens, weigh
 

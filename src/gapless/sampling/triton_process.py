@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.plan import BAD_WORDS_WIDTH, RowLayout, Word
-from gapless.request import MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from gapless.batch.row_layout import BAD_WORDS_WIDTH, RowLayout, Word
+from gapless.request.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 CHUNK = 4096
 _MAX_PROGRAMS = 32  # that count one row's positions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapless import holding
+from gapless.engine import pause
 from gapless.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def perform(built: Any, action: str, argument: str) -> None:
     """Returns when it is done. From any thread but the loop's.
 
     Args:
-        built: a `gapless.build.Built`.
+        built: a `gapless.engine.build.Built`.
         action: reset_prefix_cache, pause, resume, sleep or wake.
         argument: the mode of a pause, the level of a sleep.
 
@@ -22,12 +22,12 @@ def perform(built: Any, action: str, argument: str) -> None:
     if action == "reset_prefix_cache":
         built.engine.call(built.scheduler.reset_prefix_cache)
     elif action == "pause":
-        holding.pause(built, argument)  # type: ignore[arg-type]
+        pause.pause(built, argument)  # type: ignore[arg-type]
     elif action == "resume":
-        holding.resume(built)
+        pause.resume(built)
     elif action == "sleep":
-        holding.sleep(built, int(argument) if argument in ("1", "2") else argument)  # type: ignore[arg-type]
+        pause.sleep(built, int(argument) if argument in ("1", "2") else argument)  # type: ignore[arg-type]
     elif action == "wake":
-        holding.wake(built)
+        pause.wake(built)
     else:
         raise ConfigError(f"action={action!r} is not known")

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"one model is served, and {len(models)} are named: gapless serve MODEL")
     model, named = models[0], given(arguments, ServerOptions)
     if model == "smollm2":
-        from gapless.model.smollm2 import get_smollm2
+        from gapless.model.load.smollm2 import get_smollm2
 
         model = str(get_smollm2())
         named.setdefault("served_model_name", "smollm2")

@@ -9,7 +9,8 @@ from typing import Any
 from msgspec import UNSET
 from starlette.requests import Request
 
-from gapless.request import CompletionOutput, RequestOutput, SamplingParams
+from gapless.request.outputs import CompletionOutput, RequestOutput
+from gapless.request.sampling_params import SamplingParams
 from gapless.server import sse
 from gapless.server.errors import bad_request, unsupported
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs

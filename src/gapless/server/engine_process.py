@@ -1,8 +1,8 @@
 """The engine's process: the engine, a thread that reads commands, and the main thread, which writes what steps bring.
 
-The loop's thread puts each step's message into a queue, as in `gapless.client`, and goes on. The main thread encodes
-it and writes it with one call; a front end that is slow to read makes this thread wait, never the loop. Nothing here
-knows about text.
+The loop's thread puts each step's message into a queue, as in `gapless.engine.client`, and goes on. The main thread
+encodes it and writes it with one call; a front end that is slow to read makes this thread wait, never the loop. Nothing
+here knows about text.
 
 Started as ``python -m gapless.server.engine_process FD`` with one end of a socket pair. Ends with the front end: at
 the end of the stream, or, should the interpreter be stuck, by a signal of the kernel (`die_with_parent`).
@@ -27,7 +27,7 @@ from typing import Any
 
 from gapless.config import EngineConfig
 from gapless.errors import AdapterError, ConfigError, EngineClosedError, EngineDeadError, UnsupportedModelError
-from gapless.messages import StepMessage
+from gapless.request.messages import StepMessage
 from gapless.server.actions import perform
 from gapless.server.estimates import ModelSizes
 from gapless.server.grammars import Grammars
@@ -124,8 +124,8 @@ class EngineServer:
         return self._write(setup.heartbeat)
 
     def _open(self, setup: Setup) -> None:
-        from gapless.adapters import LoadedAdapters
-        from gapless.build import build
+        from gapless.engine.adapters import LoadedAdapters
+        from gapless.engine.build import build
 
         config = EngineConfig.from_dict(setup.options)
         source = setup.model if self._model is None else self._model
@@ -133,7 +133,7 @@ class EngineServer:
         model = built.model
 
         def load_tokenizer() -> Any:
-            from gapless.client import find_tokenizer
+            from gapless.engine.client import find_tokenizer
 
             return find_tokenizer(setup.tokenizer or setup.model, self._tokenizer or "auto")
 
@@ -149,7 +149,7 @@ class EngineServer:
         adapters = LoadedAdapters(built.engine, built.scheduler, built.runner.lora)
         for name, path in setup.adapters.items():
             adapters.load(name, path)
-        with adapters.held(list(setup.adapters)) as refs:
+        with adapters.locked(list(setup.adapters)) as refs:
             loaded = [ref for ref in refs if ref is not None]
         ready = Ready(
             model_name=model.name,

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from gapless.kv.groups import Windows, group_of
-from gapless.kv.spec import KVSpec, StateSpec
-from gapless.stats import SchedulerStats
+from gapless.cache.groups import Windows, group_of
+from gapless.cache.spec import KVSpec, StateSpec
+from gapless.scheduler.stats import SchedulerStats
 
 
 class Estimates(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gapless.errors import EngineDeadError
-from gapless.request import SamplingParams
+from gapless.request.sampling_params import SamplingParams
 from gapless.server import errors
 from gapless.server.remote import Connection, RemoteClient
 from gapless.server.ticket import PLAIN, Terms, Ticket

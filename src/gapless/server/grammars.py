@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gapless.engine import Engine
+from gapless.engine.engine import Engine
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.grammar.compiler import GrammarCompiler
-from gapless.request import FinishReason, Request
+from gapless.request.outputs import FinishReason
+from gapless.request.request import Request
 
 logger = logging.getLogger("gapless.server")
 

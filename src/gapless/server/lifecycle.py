@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from gapless.client import find_tokenizer
 from gapless.config import EngineConfig
+from gapless.engine.client import find_tokenizer
 from gapless.errors import ConfigError
 from gapless.server import errors
 from gapless.server.app import make_app

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gapless.request import Logprob
+from gapless.request.outputs import Logprob
 from gapless.server.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from gapless.text.detokenizer import token_bytes
 

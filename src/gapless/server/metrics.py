@@ -20,13 +20,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gapless.engine import EngineStats
-from gapless.request import RequestMetrics, SamplingParams
+from gapless.engine.stats import EngineStats
+from gapless.request.outputs import RequestMetrics
+from gapless.request.sampling_params import SamplingParams
+from gapless.scheduler.stats import SchedulerStats
 from gapless.server.estimates import Estimates
 from gapless.server.frontend import FrontEnd
 from gapless.server.ticket import Ticket
 from gapless.server.wire import Step
-from gapless.stats import SchedulerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gapless import __version__
-from gapless.control import PAUSE_MODES
+from gapless.engine.control import PAUSE_MODES
 from gapless.server import protocol, responses_protocol
 from gapless.server.errors import ErrorResponse
 

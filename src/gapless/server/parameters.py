@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapless.request import SamplingParams
+from gapless.request.sampling_params import SamplingParams
 from gapless.server.errors import bad_request, plain
 from gapless.server.protocol import Sampling
 

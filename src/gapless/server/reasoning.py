@@ -8,7 +8,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _PREFILLED = re.compile(r"<think>\s*\Z")
 
 
-def held(text: str, tag: str) -> int:
+def pending_length(text: str, tag: str) -> int:
     """Length of the longest end of ``text`` that begins ``tag``, short of all of it."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if tag.startswith(text[-length:]):
@@ -56,7 +56,7 @@ class ReasoningSplitter:
         if self._state == "inside":
             at = text.find(CLOSE)
             if at < 0:
-                cut = len(text) - held(text, CLOSE)
+                cut = len(text) - pending_length(text, CLOSE)
                 self._held = text[cut:]
                 return text[:cut], ""
             thought, text = text[:at], text[at + len(CLOSE) :]

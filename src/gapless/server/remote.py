@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gapless.client import EngineClient, Submission
 from gapless.config import EngineConfig
-from gapless.engine import EngineStats
+from gapless.engine.client import EngineClient, Submission
+from gapless.engine.stats import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError, shorter
-from gapless.request import FinishReason, LoraRef, Request, SamplingParams
+from gapless.request.outputs import FinishReason
+from gapless.request.request import LoraRef, Request
+from gapless.request.sampling_params import SamplingParams
+from gapless.scheduler.stats import SchedulerStats
 from gapless.server.wire import (
     Act,
     Commands,
@@ -37,10 +40,9 @@ from gapless.server.wire import (
     refuse_what_cannot_travel,
     to_front_end,
 )
-from gapless.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from gapless.build import Progress
+    from gapless.engine.build import Progress
 
 logger = logging.getLogger("gapless.server")
 
@@ -195,7 +197,7 @@ class RemoteAdapters:
         self._adapters = {ref.name: ref for ref in adapters}
 
     @contextlib.contextmanager
-    def held(self, names: Sequence[str | None]) -> Iterator[list[LoraRef | None]]:
+    def locked(self, names: Sequence[str | None]) -> Iterator[list[LoraRef | None]]:
         """The adapters of these names."""
         yield [None if name is None else self._adapters.get(name) for name in names]
 

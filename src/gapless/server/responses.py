@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from gapless.request import CompletionOutput, RequestOutput
+from gapless.request.outputs import CompletionOutput, RequestOutput
 from gapless.server import chat, sse
 from gapless.server.answer import Answer, Pieces
 from gapless.server.errors import ApiError, bad_request, clip, unsupported

@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
-from gapless.request import RequestOutput, SamplingParams
+from gapless.request.outputs import RequestOutput
+from gapless.request.sampling_params import SamplingParams
 from gapless.server import errors
 from gapless.server.frontend import FrontEnd
 from gapless.server.limits import read_body

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from gapless.request import RequestOutput
+from gapless.request.outputs import RequestOutput
 from gapless.server.errors import ApiError, engine_failed, event
 from gapless.server.ticket import Sink, Ticket, Writer
 

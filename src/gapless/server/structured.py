@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gapless.errors import RequestError
+from gapless.request.structured import StructuredOutputsParams
 from gapless.server.errors import bad_request, clip
 from gapless.server.protocol import ChatRequest, NamedTool, Sampling, Tool
-from gapless.structured import StructuredOutputsParams
 
 
 def structure(request: Sampling) -> dict[str, Any]:

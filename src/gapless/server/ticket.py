@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from gapless.client import Submission
+from gapless.engine.client import Submission
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
-from gapless.request import RequestOutput, SamplingParams
+from gapless.request.outputs import RequestOutput
+from gapless.request.sampling_params import SamplingParams
 from gapless.server import errors
 from gapless.text.chat import EncodedPrompt
 from gapless.text.outputs import OutputMode, RequestGroup, accumulate

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gapless.server.protocol import FunctionCall, ToolCall
-from gapless.server.reasoning import held
+from gapless.server.reasoning import pending_length
 
 _decoder = json.JSONDecoder()
 MAX_HELD_SPACES = 256
@@ -97,7 +97,7 @@ class HermesParser:
                 self._close(out, calls, tag)
             at = found + len(tag)
         text = text[at:]
-        cut = len(text) - held(text, tag)
+        cut = len(text) - pending_length(text, tag)
         if self._inside is None:
             bare = len(text[:cut].rstrip())
             cut = bare if cut - bare < MAX_HELD_SPACES else cut
@@ -207,7 +207,7 @@ class MistralParser:
         if at >= 0:
             self._parts = [text[at:]]
             return text[:at], []
-        cut = len(text) - held(text, self.TAG)
+        cut = len(text) - pending_length(text, self.TAG)
         self._held = text[cut:]
         return text[:cut], []
 

@@ -13,12 +13,14 @@ from typing import Any, TypeAlias, get_type_hints
 import msgspec
 import numpy as np
 
-from gapless.engine import EngineStats
+from gapless.engine.stats import EngineStats
 from gapless.errors import RequestError
-from gapless.messages import StepMessage
-from gapless.request import FinishReason, LoraRef, Request, SamplingParams
+from gapless.request.messages import StepMessage
+from gapless.request.outputs import FinishReason
+from gapless.request.request import LoraRef, Request
+from gapless.request.sampling_params import SamplingParams
+from gapless.scheduler.stats import SchedulerStats
 from gapless.server.estimates import ModelSizes
-from gapless.stats import SchedulerStats
 
 HEADER = 4
 MAX_FRAME = 1 << 30

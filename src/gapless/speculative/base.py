@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.device.arena import Arena
+from gapless.batch.arena import Arena
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout
 from gapless.device.base import Device
-from gapless.plan import Feature, RowLayout
 
 DRAWS, SCORES, FOLLOWS, DRAFTS = 1, 2, 4, 8
 """Bits of a sequence's flags in the slot; the first two are those of every step."""

@@ -26,11 +26,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import RowLayout, Word
+from gapless.cache.groups import group_of
+from gapless.cache.spec import StateSpec
 from gapless.device.base import Device
-from gapless.kv.groups import group_of
-from gapless.kv.spec import StateSpec
 from gapless.model.base import CausalModel
-from gapless.plan import Feature, RowLayout, Word
 from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
 
 SampleAndStore = Callable[..., None]

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.plan import Feature, Word
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import Word
 from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
 
 

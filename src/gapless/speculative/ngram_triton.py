@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from gapless.attention.context import AttentionContext
+from gapless.batch.plan import Feature
+from gapless.batch.row_layout import Word
 from gapless.device.base import Device
-from gapless.plan import Feature, Word
 from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
 from gapless.speculative_config import MAX_NGRAM
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from gapless.plan import Word
+from gapless.batch.row_layout import Word
 from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
 
 

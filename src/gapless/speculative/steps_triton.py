@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.plan import Word
+from gapless.batch.row_layout import Word
 from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
 
 _COUNT, _LIMIT = tl.constexpr(int(Word.COUNT)), tl.constexpr(int(Word.LIMIT))

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from gapless.batch.row_layout import I32
 from gapless.errors import RequestError
-from gapless.messages import Finished
-from gapless.plan import I32
-from gapless.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from gapless.request.messages import Finished
+from gapless.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from gapless.request.sampling_params import SamplingParams
 from gapless.text.detokenizer import Detokenizer, create_detokenizer, decode_whole
 from gapless.text.logprobs import LogprobReader
 from gapless.text.stop import StopMatcher
@@ -166,7 +167,7 @@ class RequestGroup:
 
     Attributes:
         request_id: the user's label, only handed back; it need not be unique.
-        ids: `gapless.request.Request.id` of each completion, ``params.n`` of them.
+        ids: `gapless.request.request.Request.id` of each completion, ``params.n`` of them.
         tokenizer: None leaves ``text`` empty; stop strings are refused then.
         mode: "final", one output at the end. "stream", an output per step message, each with all text and
             ids so far: cumulative means that each is copied, O(length) per token. "delta", an output per
@@ -246,5 +247,5 @@ class RequestGroup:
 
     @property
     def needs_tokens(self) -> bool:
-        """What `gapless.request.Request.streaming` must be: whether each token is needed as it comes."""
+        """What `gapless.request.request.Request.streaming` must be: whether each token is needed as it comes."""
         return self.mode != "final" or bool(self.params.stop_strings) or self.params.logprobs is not None

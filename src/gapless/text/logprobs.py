@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapless.plan import I32, Record
-from gapless.request import Logprob
+from gapless.batch.row_layout import I32, Record
+from gapless.request.outputs import Logprob
 
 
 class LogprobReader:

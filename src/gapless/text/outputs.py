@@ -22,8 +22,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from gapless.errors import EngineDeadError
-from gapless.messages import PromptRecords, StepMessage
-from gapless.request import RequestOutput
+from gapless.request.messages import PromptRecords, StepMessage
+from gapless.request.outputs import RequestOutput
 from gapless.text.completion import Completion, OutputMode, RequestGroup
 
 __all__ = ["OutputMode", "OutputProcessor", "RequestGroup", "accumulate"]

@@ -22,9 +22,9 @@ from functools import lru_cache
 
 
 class _Automaton:
-    """Node 0 is the root. ``held[node]``: length of the longest end of the text that begins a stop string."""
+    """Node 0 is the root. ``pending[node]``: length of the longest end of the text that begins a stop string."""
 
-    __slots__ = ("children", "fail", "held", "match")
+    __slots__ = ("children", "fail", "match", "pending")
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.children: list[dict[str, int]] = [{}]
@@ -43,11 +43,11 @@ class _Automaton:
                 node = child
             self.match[node] = string
         self.fail = [0] * len(depth)
-        self.held = [0] * len(depth)
+        self.pending = [0] * len(depth)
         todo = deque([0])
         while todo:  # breadth first: a node's fail link is shallower than the node
             node = todo.popleft()
-            self.held[node] = depth[node] if self.children[node] else self.held[self.fail[node]]
+            self.pending[node] = depth[node] if self.children[node] else self.pending[self.fail[node]]
             if self.match[node] is None:
                 self.match[node] = self.match[self.fail[node]]
             for char, child in self.children[node].items():
@@ -114,7 +114,7 @@ class StopMatcher:
                 return text if self._include else text[: len(text) - len(found)]
         self._node = node
         text = self._held + text
-        cut = len(text) - automaton.held[node]
+        cut = len(text) - automaton.pending[node]
         self._held = text[cut:]
         return text[:cut]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gapless.errors import RequestError
-from gapless.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from gapless.request.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gapless.client import EngineClient
+from gapless.engine.client import EngineClient
 
 Phase = tuple[str, float, float]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gapless.client import EngineClient
 from gapless.device.base import Access, Stream
+from gapless.engine.client import EngineClient
 from gapless.trace.causes import PREFIX, SYNC_CALL
 from gapless.trace.chrome import read_events
 from gapless.trace.clock import Clock, Span, by_marks, by_waits

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gapless.bench.command import add_subject_arguments, check_lengths, engine_options, make_subject, parse_depths
+from gapless.bench.command import add_subject_arguments, check_lengths, engine_options, parse_depths
+from gapless.bench.subject import make_subject
 from gapless.bench.table import headline
 from gapless.bench.workloads import Workload, uniform, workload
 from gapless.cli.generate import log_to_stderr
@@ -26,7 +27,7 @@ from gapless.trace.analyze_command import add_step_arguments, explain
 
 if TYPE_CHECKING:
     from gapless.bench.sweep import Subject
-    from gapless.client import EngineClient
+    from gapless.engine.client import EngineClient
     from gapless.trace.observe import Window
 
 ENGINES = ("gapless", "transformers-sync", "transformers-async")

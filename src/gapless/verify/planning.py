@@ -1,7 +1,7 @@
 """Planning by simulation: which share of the time a GPU waits for the host, and what a deeper pipeline gains.
 
 The loop's calls of one step (fill, copy, three events, work, copy back, wait) are made on a simulated device with a
-virtual clock, in the order in which `gapless.pipeline.runner` makes them; nothing is computed. The host's time of a
+virtual clock, in the order in which `gapless.runner.runner` makes them; nothing is computed. The host's time of a
 step is split in two: before its launch (plan and fill) and after its wait (commit and publish).
 
 Without jitter the result is a formula: a step takes ``max(device, host)`` at any depth from 2 on, and

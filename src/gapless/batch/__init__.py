@@ -1,0 +1,1 @@
+"""The contract between host and device: rows, their words, a step."""

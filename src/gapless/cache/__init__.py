@@ -1,0 +1,1 @@
+"""Who owns which block of the KV cache. Tensors belong to the runner."""

@@ -1,0 +1,225 @@
+"""RowBlocks: the blocks of the rows, in all groups at once. Touched by the loop's thread only.
+
+A row's table is equally long in every group, as a position lies in the same place of each. Groups with a window own
+less of it: once no later step reads a block, `leave_behind` gives it back. So such a row holds at most
+`gapless.cache.groups.blocks_spanned` blocks of the group, however long it gets. A new owner may have the block at once:
+steps in flight that still read it come before the owner's writes on the compute stream.
+
+The device is not told. Its table keeps the old number before the window, as it does after the row's end, and no kernel
+reads either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gapless.batch.row_layout import I32, NULL_BLOCK
+from gapless.batch.row_table import RowTable
+from gapless.cache.block_pool import BlockPool
+from gapless.cache.groups import blocks_spanned, longest_chunk
+from gapless.errors import RequestError
+
+UNBOUNDED = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the prefix cache holds of a row: its first ``num_blocks`` blocks of tokens.
+
+    ``blocks`` has for each group the blocks that the positions from there on see; they end at ``num_blocks``.
+    """
+
+    num_blocks: int
+    blocks: tuple[list[int], ...]
+
+
+class RowBlocks:
+    """See the module.
+
+    Args:
+        rows: whose tables are written here.
+        num_blocks: of each group's pool, the null blocks among them; one number if they are equal.
+    """
+
+    def __init__(self, rows: RowTable, num_blocks: int | Sequence[int]) -> None:
+        windows = rows.layout.windows
+        counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
+        if len(counts) != len(windows):
+            raise ValueError(f"num_blocks={num_blocks} is not allowed: {len(windows)} groups need as many numbers")
+        self.pools = tuple(map(BlockPool, counts))
+        self.rows = self._rows = rows
+        self._size = rows.layout.block_size
+        self.windowed = any(window is not None for window in windows)
+        self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._chunks = [
+            (pool.capacity, UNBOUNDED if window is None else longest_chunk(window, pool.capacity, self._size))
+            for window, pool in zip(windows, self.pools, strict=True)
+        ]
+        self.no_hit = Hit(0, ([],) * len(windows))
+
+    # ---- what fits ------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> tuple[int, ...]:
+        """Blocks of each group that could be handed out now."""
+        return tuple(pool.available for pool in self.pools)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Blocks of each group that some row owns."""
+        return tuple(pool.capacity - pool.available for pool in self.pools)
+
+    @property
+    def longest(self) -> int:
+        """Tokens, prompt and output, of the longest request that could ever be finished."""
+        longest = self._rows.layout.max_model_len
+        for window, (capacity, chunk) in zip(self._rows.layout.windows, self._chunks, strict=True):
+            if window is None or chunk < 1:
+                longest = min(longest, capacity * self._size)
+        return longest
+
+    def refuse_what_never_fits(self, length: int) -> None:
+        """Raise `RequestError` if a request of ``length`` tokens needs more than some group has. From any thread."""
+        blocks = -(-length // self._size)
+        for window, (capacity, chunk) in zip(self._rows.layout.windows, self._chunks, strict=True):
+            if blocks <= capacity or (window is not None and chunk >= 1):
+                continue
+            need = f"need {blocks} blocks of {self._size}"
+            what = "the KV cache"
+            if window is not None:
+                need += f", at least {blocks_spanned(window, 1, self._size)} of them at once"
+                what = f"the KV cache of layers with a window of {window} tokens"
+            raise RequestError(
+                f"prompt and output of {length} tokens {need}; {what} has {capacity}. "
+                "Shorten the request or raise num_kv_blocks"
+            )
+
+    def longest_chunk(self, row: int) -> int:
+        """Tokens that one step may compute of the row, so that its window and they fit in the pools."""
+        if not self.windowed:
+            return UNBOUNDED
+        blocks = self._blocks_for(int(self._rows.limit[row]))
+        return min(UNBOUNDED if blocks <= capacity else chunk for capacity, chunk in self._chunks)
+
+    @property
+    def longest_window_chunk(self) -> int:
+        """Tokens that one row may compute between a window's first and its last block."""
+        return min(chunk for _, chunk in self._chunks)
+
+    def fits(self, hit: Hit, total: int, chunk: int) -> bool:
+        """Whether a row of ``total`` tokens that starts with ``hit`` finds room for all of them, ``chunk`` at a time.
+
+        Hits that nobody owns now leave the available blocks when they are acquired.
+        """
+        needed = self._blocks_for(total) - hit.num_blocks
+        for window, pool, blocks in zip(self._rows.layout.windows, self.pools, hit.blocks, strict=True):
+            most = needed if window is None else min(needed, blocks_spanned(window, chunk, self._size) - len(blocks))
+            if most > pool.available - pool.count_idle(blocks):
+                return False
+        return True
+
+    def table_words(self, hit: Hit, end: int) -> int:
+        """Changes of the arena that bring the tables of a row that starts with ``hit`` and computes up to ``end``."""
+        return len(self.pools) * (self._blocks_for(end) - hit.num_blocks) + sum(map(len, hit.blocks))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._size)
+
+    # ---- changes of owner -----------------------------------------------------------------------------------------
+
+    def start(self, row: int, hit: Hit) -> None:
+        """The row, which owns nothing, owns the blocks of ``hit`` too."""
+        r, end = self._rows, hit.num_blocks
+        for group, (pool, blocks) in enumerate(zip(self.pools, hit.blocks, strict=True)):
+            first = end - len(blocks)
+            for block in blocks:
+                pool.acquire(block)
+            r.block_tables[group, row, :first] = NULL_BLOCK
+            r.block_tables[group, row, first:end] = blocks
+            r.first_blocks[group, row] = first
+        r.num_blocks[row] = end
+
+    def grow(self, row: int, count: int) -> bool:
+        """Give the row ``count`` more blocks in each group; False, and then nothing has changed, if some pool is
+        short of them."""
+        if any(pool.available < count for pool in self.pools):
+            return False
+        r = self._rows
+        have = int(r.num_blocks[row])
+        for group, pool in enumerate(self.pools):
+            r.block_tables[group, row, have : have + count] = pool.allocate(count) or []
+        r.num_blocks[row] = have + count
+        return True
+
+    def append(self, rows: I32) -> I32 | None:
+        """`leave_behind`, then one more block for each of ``rows`` in each group.
+
+        Returns the changes ``[n, 2]`` that bring them to the device, or None if some pool is short of them.
+        """
+        if self.windowed:
+            self.leave_behind(rows)
+        if any(pool.available < len(rows) for pool in self.pools):
+            return None
+        return self._rows.append_blocks(rows, [pool.allocate(len(rows)) or [] for pool in self.pools])
+
+    def leave_behind(self, rows: I32) -> None:
+        """Give back the blocks of these running rows that no later step reads."""
+        r, size = self._rows, self._size
+        lowest = r.computed[rows]  # no later step computes a position before it, as whatever has been launched stays
+        for group, window in self._windows:
+            table, firsts, pool = r.block_tables[group], r.first_blocks[group], self.pools[group]
+            first = np.minimum(np.maximum(lowest + 1 - window, 0) // size, r.num_blocks[rows])
+            gone = first - firsts[rows]
+            one = gone == 1  # a row that decodes loses them one by one
+            if one.any():
+                those = rows[one]
+                at = firsts[those]
+                pool.release(table[those, at].tolist())
+                table[those, at] = NULL_BLOCK
+                firsts[those] = at + 1
+            for i in np.flatnonzero(gone > 1).tolist():
+                row, end = int(rows[i]), int(first[i])
+                span = table[row, int(firsts[row]) : end]
+                pool.release(span.tolist())
+                span[:] = NULL_BLOCK
+                firsts[row] = end
+
+    def release(self, row: int) -> None:
+        """Take all blocks of the row."""
+        r = self._rows
+        for group, pool in enumerate(self.pools):
+            pool.release(r.blocks_of(row, group))
+        r.num_blocks[row] = 0
+        r.first_blocks[:, row] = 0
+
+    # ---- the prefix cache -----------------------------------------------------------------------------------------
+
+    def unpublish(self, row: int) -> None:
+        """Nobody finds again what the row's steps have filled, in blocks that it has left behind neither."""
+        r = self._rows
+        for group, pool in enumerate(self.pools):
+            for block in r.blocks_of(row, group):
+                pool.unpublish(block)
+            for key in r.hashes[row][: int(r.first_blocks[group, row])]:
+                pool.unpublish_key(key)
+
+    def unpublish_all(self) -> None:
+        """Forget every prefix."""
+        for pool in self.pools:
+            pool.unpublish_all()
+
+    def check(self, used: list[int]) -> None:
+        """Integrity; ``used`` are the rows that requests have.
+
+        Raises:
+            RuntimeError: a pool and the rows disagree, or a row owns a null block.
+        """
+        r = self._rows
+        for group, pool in enumerate(self.pools):
+            pool.check([block for row in used for block in r.blocks_of(row, group)])
+            for row in used:
+                if (r.block_tables[group, row, : r.first_blocks[group, row]] != NULL_BLOCK).any():
+                    raise RuntimeError(f"row {row} names blocks of group {group} that it has left behind")

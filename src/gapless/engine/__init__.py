@@ -1,0 +1,1 @@
+"""One loop, its thread, and what surrounds it: building, pausing, sleeping, the client's side."""

@@ -1,0 +1,416 @@
+"""From options to an engine: load the model, size the KV cache, capture, wire the parts. Runs once, at start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless.batch.plan import COMBINATIONS
+from gapless.batch.row_layout import RowLayout
+from gapless.cache.groups import KVGroup, group_windows, kv_groups
+from gapless.cache.sizing import given_blocks, split_memory
+from gapless.cache.spec import KVSpec, StateSpec
+from gapless.config import EngineConfig
+from gapless.device.base import Device
+from gapless.device.cpu import CpuDevice
+from gapless.engine.engine import Engine
+from gapless.errors import ConfigError, UnsupportedModelError
+from gapless.grammar.compiler import available
+from gapless.lora.bank import AdapterBank
+from gapless.model.base import CausalModel
+from gapless.model.weights import Weights
+from gapless.request.messages import StepMessage
+from gapless.runner.kernels import reference_kernels, triton_kernels
+from gapless.runner.keys import Key
+from gapless.runner.runner import Runner
+from gapless.runner.shapes import EXACT, graph_shapes
+from gapless.scheduler.scheduler import Scheduler, max_updates
+from gapless.speculative.base import Speculation
+from gapless.speculative.make import make_speculation
+
+logger = logging.getLogger("gapless")
+
+GIB = 2**30
+CPU_CACHE_BYTES = 4 * GIB
+"""Most that a KV cache takes in a laptop's memory unless told otherwise."""
+SPARE_BYTES = 512 * 2**20
+"""Left free on a GPU beside the share that the user gave: for the driver, and for what a capture still takes."""
+
+Progress = Callable[[list[Key]], Any]
+
+
+@dataclass(slots=True)
+class Built:
+    """An engine, not started yet, and what it was built from."""
+
+    engine: Engine
+    scheduler: Scheduler
+    runner: Runner
+    model: Any  # a CausalModel; None once the engine is closed
+    config: EngineConfig
+    layout: RowLayout
+    num_blocks: tuple[int, ...]  # of each group of layers, the null blocks among them
+    weights: Weights | None = None  # None for a `CausalModel` that was given, and once the engine is closed
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: no CUDA device was found. Use device='cpu', or a CUDA build of torch")
+    device = torch.device(name)
+    if device.type == "cuda":
+        index, count = device.index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(f"device={name!r}: this machine has the CUDA devices 0 to {count - 1}")
+        device = torch.device("cuda", index)
+    return device
+
+
+def build(
+    model: str | Path | Any,
+    config: EngineConfig,
+    publish: Callable[[StepMessage], None],
+    on_death: Callable[[BaseException], None],
+    *,
+    check: bool = False,
+    progress: Progress = iter,
+) -> Built:
+    """Everything up to, but not including, `Engine.start`.
+
+    Args:
+        model: a folder, a name, a GGUF file, a ``transformers`` model, or a `CausalModel`.
+        config: of the engine.
+        publish, on_death, check: see `Engine`.
+        progress: wraps the list of graphs to capture, as tqdm does.
+
+    Raises:
+        ConfigError: an option does not fit this machine or model, or the memory does not suffice.
+        UnsupportedModelError: the engine would compute this model wrongly.
+    """
+    config.refuse_without_effect()
+    device = resolve_device(config.device)
+    if config.device == "auto" and isinstance(own := getattr(model, "device", None), torch.device):
+        device = own  # a model object runs where it lies
+    if device.type == "cuda":
+        from gapless.device.cuda import EXCLUSIVE
+
+        with EXCLUSIVE, torch.cuda.device(device), _no_collection():
+            try:
+                return _build(model, config, device, publish, on_death, check, progress)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"out of memory on {device}: {_first_line(error)} Lower num_kv_blocks or kv_cache_memory_bytes if "
+                    "you set them, else gpu_memory_utilization, max_num_seqs or max_num_batched_tokens; or the model "
+                    "itself is too large for this device"
+                ) from error
+    return _build(model, config, device, publish, on_death, check, progress)
+
+
+def _build(
+    source: str | Path | Any,
+    config: EngineConfig,
+    device: torch.device,
+    publish: Callable[[StepMessage], None],
+    on_death: Callable[[BaseException], None],
+    check: bool,
+    progress: Progress,
+) -> Built:
+    start = time.perf_counter()
+    model, weights = _model(source, config, device)
+    logger.info(
+        "%s: %.2f GiB of weights in %s, ready in %.1f s on %s",
+        model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."),
+        time.perf_counter() - start, device,
+    )  # fmt: skip
+    longest = model.max_position if config.max_model_len is None else config.max_model_len
+    if longest > model.max_position:
+        raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
+    config = dataclasses.replace(config, max_model_len=longest)
+    draft_model = _draft_model(config, model, device)
+    _check_states(model, config.num_drafts)
+    specs = model.kv_specs if draft_model is None else (*model.kv_specs, *draft_model.kv_specs)
+    windows = group_windows(specs, longest)
+    groups = kv_groups(specs, windows)
+    layout = RowLayout(
+        config.max_num_seqs, longest + config.num_drafts, config.block_size, model.vocab_size, windows
+    )
+    if config.enable_prefix_caching and not all(spec.paged for spec in model.kv_specs):
+        logger.info("prefix caching is off: %s has layers whose state cannot be cut at a position", model.name)
+        config = dataclasses.replace(config, enable_prefix_caching=False)
+    if layout.num_words >= 2**31:
+        raise ConfigError(
+            f"max_num_seqs={config.max_num_seqs} rows of max_model_len={longest} tokens need more than 2**31 words of "
+            "row state. Lower one of them"
+        )
+
+    bank = _adapters(model, config, device) if config.enable_lora else None
+
+    def make_runner(blocks: int | tuple[int, ...]) -> Runner:
+        chosen: Device
+        if device.type == "cuda":
+            from gapless.device.cuda import CudaDevice
+
+            chosen = CudaDevice(device.index)
+            shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, capture=not config.enforce_eager)
+            kernels = triton_kernels()
+        else:
+            chosen, shapes, kernels = CpuDevice(), EXACT, reference_kernels()
+        speculation: Speculation | None = None
+        if config.speculative is not None:
+            on_gpu = device.type == "cuda"
+            speculation = make_speculation(config.speculative, kernels.sample, on_gpu=on_gpu, draft_model=draft_model)
+        try:
+            return Runner(
+                chosen,
+                model,
+                layout,
+                num_blocks=blocks,
+                depth=config.pipeline_depth,
+                max_num_tokens=config.max_num_batched_tokens,
+                max_updates=max_updates(config, layout),
+                kernels=kernels,
+                shapes=shapes,
+                processed_logprobs=config.logprobs_mode == "processed_logprobs",
+                masks=available(),
+                adapters=bank,
+                speculation=speculation,
+            )
+        except BaseException as error:
+            chosen.close()  # or its threads would stay
+            if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, torch.OutOfMemoryError):
+                raise ConfigError(
+                    f"the buffers for num_kv_blocks={blocks}, max_num_seqs={config.max_num_seqs} and "
+                    f"max_num_batched_tokens={config.max_num_batched_tokens} cannot be had: {_first_line(error)} "
+                    "Lower the one that is too large"
+                ) from error
+            raise
+
+    num_blocks = _num_blocks(config, groups, layout, device, make_runner)
+    runner = make_runner(num_blocks)
+    if device.type == "cuda":
+        _capture(runner, device, progress, config.pipeline_depth)
+    scheduler = Scheduler(config, layout, num_blocks)
+    for group, pool in zip(groups, scheduler.blocks.pools, strict=True):
+        tokens, size = pool.capacity * config.block_size, config.block_size * group.bytes_per_token
+        kept = longest if group.window is None else group.window
+        logger.info(
+            "KV cache%s: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
+            "" if group.window is None else f" of {len(group.layers)} layers with a window", tokens, pool.capacity,
+            config.block_size, pool.num_blocks * size / GIB, tokens / kept, kept,
+        )  # fmt: skip
+    if state := sum(spec.bytes_per_row for spec in model.kv_specs if isinstance(spec, StateSpec)):
+        logger.info("recurrent state: %.2f GiB for %d rows", layout.num_rows * state / GIB, config.max_num_seqs)
+    engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
+    return Built(engine, scheduler, runner, model, config, layout, num_blocks, weights)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph or tensor that the garbage collector frees in the middle of a capture would end it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[CausalModel, Weights | None]:
+    if hasattr(source, "kv_specs"):
+        ready: CausalModel = source
+        return ready, None
+    theirs = source if isinstance(source, torch.nn.Module) else None
+    from gapless.model.load.loading import load_model
+
+    if device.type != "cuda":
+        loaded = load_model(
+            source,
+            dtype=config.dtype,
+            device=device,
+            max_model_len=config.max_model_len,
+            probe=config.check_model,
+            ple_tables_on_host=config.ple_tables_on_host,
+            num_drafts=config.num_drafts,
+        )
+        return loaded.model, Weights(loaded.model.module, theirs)
+    from gapless.attention import triton as attention
+    from gapless.model.ops import triton as ops_triton
+    from gapless.model.probe import probe_parity
+    from gapless.model.run.fused import NotFusable, fuse
+
+    plain = load_model(
+        source,
+        dtype=config.dtype,
+        device=device,
+        attention=attention.attend,
+        max_model_len=config.max_model_len,
+        probe=config.check_model,
+        ple_tables_on_host=config.ple_tables_on_host,
+        num_drafts=config.num_drafts,
+    ).model
+    try:
+        fused = fuse(
+            plain.module,
+            plain,
+            max_positions=config.max_model_len or plain.max_position,
+            ops=ops_triton,
+            attend=attention.attend_cached,
+        )
+        small = fused.enable_small_batches()
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:  # where it was measured
+            fused.enable_gated()
+        if config.check_model:
+            probe_parity(plain, fast=fused)
+    except (NotFusable, UnsupportedModelError) as error:
+        logger.warning("%s runs unfused: %s", plain.name, error)
+        return plain, Weights(plain.module, theirs)
+    for part, kernels in fused.summary():
+        logger.info("fused: %-34s %s", part, kernels)
+    if not small:
+        logger.info("fused: decode of few tokens runs as other steps do: its kernels are for bf16")
+    return fused, Weights(plain.module, theirs)
+
+
+def _adapters(model: CausalModel, config: EngineConfig, device: torch.device) -> AdapterBank:
+    """Room for the adapters of ``model``; nothing is allocated yet."""
+    enable = getattr(model, "enable_lora", None)
+    if enable is None:
+        raise ConfigError(f"enable_lora=True: {model.name} ({type(model).__name__}) cannot have adapters")
+    ops = importlib.import_module("gapless.lora.triton" if device.type == "cuda" else "gapless.lora.reference")
+    assert config.max_loras is not None
+    assert config.max_lora_rank is not None
+    bank: AdapterBank = enable(slots=config.max_loras, rank=config.max_lora_rank, ops=ops)
+    if not bank.sites:
+        raise ConfigError(f"enable_lora=True: {model.name} has no linear layer that could have an adapter")
+    logger.info(
+        "LoRA: %d adapters of rank %d, %.3f GiB each, for %s",
+        bank.slots, bank.rank, bank.words * model.dtype.itemsize / GIB, ", ".join(bank.targets()),
+    )  # fmt: skip
+    return bank
+
+
+def _draft_model(config: EngineConfig, model: CausalModel, device: torch.device) -> CausalModel | None:
+    """The second model of ``speculative``, if it has one; both must be such that a rejected draft leaves no trace."""
+    if config.speculative is None or config.speculative.model is None:
+        return None
+    draft, _ = _model(config.speculative.model, config, device)
+    logger.info("drafts: %s, %.2f GiB of weights", draft.name, draft.weight_bytes / GIB)
+    odd = sorted({spec.kind.value for spec in draft.kv_specs if not isinstance(spec, KVSpec)})
+    if odd:
+        raise ConfigError(
+            f"speculative.model={draft.name} keeps {', '.join(odd)}: only decoders with attention in all layers can "
+            "draft. Use another draft model, or method=ngram"
+        )
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculative.model={draft.name} has a vocabulary of {draft.vocab_size} tokens, and {model.name} one of "
+            f"{model.vocab_size}: drafts are ids of the target. Use a draft model with the target's tokenizer"
+        )
+    if draft.max_position < (config.max_model_len or 0):
+        raise ConfigError(
+            f"speculative.model={draft.name} was made for {draft.max_position} positions, fewer than max_model_len="
+            f"{config.max_model_len}. Lower max_model_len, or use another draft model"
+        )
+    return draft
+
+
+def _check_states(model: CausalModel, num_drafts: int) -> None:
+    """A row can go back as many tokens as it has states besides the newest."""
+    slots = min((spec.slots for spec in model.kv_specs if isinstance(spec, StateSpec)), default=num_drafts + 1)
+    if slots <= num_drafts:
+        raise ConfigError(
+            f"speculative.num_speculative_tokens={num_drafts}: {model.name} was made with states for {slots - 1} "
+            "tokens that may be taken back. Make it with num_drafts as large, or hand in the transformers model"
+        )
+
+
+def _num_blocks(
+    config: EngineConfig,
+    groups: tuple[KVGroup, ...],
+    layout: RowLayout,
+    device: torch.device,
+    make_runner: Callable[[int], Runner],
+) -> tuple[int, ...]:
+    """Blocks of each group's pool, the null blocks among them."""
+    sizes = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+    }
+    useful = layout.max_num_seqs * layout.max_blocks + 1  # every row at full length
+    if config.num_kv_blocks is not None:
+        return given_blocks(groups, config.num_kv_blocks, **sizes)
+    if config.kv_cache_memory_bytes is not None:
+        budget, what = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        budget, what = _free_after_trial(config, device, make_runner), "gpu_memory_utilization"
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget, what = min(CPU_CACHE_BYTES, free // 4), "kv_cache_memory_bytes"
+    counts = split_memory(groups, max(budget, 0), **sizes, most=useful)
+    if min(counts) < 2:
+        size = config.block_size * sum(group.bytes_per_token for group in groups)
+        raise ConfigError(
+            f"{what} leaves {budget / GIB:.2f} GiB for the KV cache, but one block of {config.block_size} tokens takes "
+            f"{size / GIB:.3f} GiB. Raise {what}, or lower max_num_batched_tokens={config.max_num_batched_tokens} or "
+            f"max_num_seqs={config.max_num_seqs}"
+        )
+    return counts
+
+
+def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: Callable[[int], Runner]) -> int:
+    """Bytes for the KV pool: capture the largest graphs on a tiny pool, see what they took, and drop them."""
+    runner = None
+    try:
+        runner = make_runner(2)
+        keys = runner.graph_keys()
+        largest = [key for key in keys if key.half == "sample" and key.features == COMBINATIONS[-1]][:1]
+        runner.capture(keys[:1] + [key for key in keys if key.decode_only][:1] + largest)
+        torch.cuda.empty_cache()  # what the runs before each capture took does not stay
+        free, total = torch.cuda.mem_get_info(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of memory at the largest step, of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} "
+            f"requests. Lower max_num_batched_tokens (try {config.max_num_batched_tokens // 2}) or max_num_seqs (try "
+            f"{max(config.max_num_seqs // 2, 1)})"
+        ) from error
+    finally:
+        if runner is not None:
+            runner.close()
+    used = total - free
+    return int(total * config.gpu_memory_utilization) - used - SPARE_BYTES
+
+
+def _capture(runner: Runner, device: torch.device, progress: Progress, depth: int) -> None:
+    start, before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+    keys = runner.graph_keys()
+    try:
+        runner.capture(keys, progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "out of memory while capturing: lower gpu_memory_utilization by 0.05, or use enforce_eager"
+        ) from error
+    torch.cuda.empty_cache()
+    logger.info(
+        "%d graphs for %d slots in %.1f s, %.2f GiB",
+        len(keys) * depth, depth, time.perf_counter() - start, (before - torch.cuda.mem_get_info(device)[0]) / GIB,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""From a folder, a name or an object to a model."""

@@ -1,0 +1,1 @@
+"""Small operations of a decoder, as plain torch and as kernels."""

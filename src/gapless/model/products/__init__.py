@@ -1,0 +1,1 @@
+"""Products of activations with weights: which kernel, and the kernels."""

@@ -1,0 +1,1 @@
+"""What runs a decoder: whole prompts and mixed steps, decode steps of few tokens."""

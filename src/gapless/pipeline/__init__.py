@@ -1,1 +1,0 @@
-"""Slots, ring, runner: one step is one H2D copy, a constant number of launches, one D2H copy."""

@@ -1,0 +1,1 @@
+"""What users say and get: parameters, requests, outputs, messages."""

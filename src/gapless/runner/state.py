@@ -1,0 +1,107 @@
+"""State: everything on the device that outlives a step, and the indices that one step derives from it.
+
+Written by the compute stream only. All of it has fixed addresses, since graphs hold them; the KV pools alone may be
+given back and taken again, together with the graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gapless.batch.arena import arena_views
+from gapless.batch.row_layout import RowLayout
+from gapless.cache.groups import group_of
+from gapless.cache.spec import StateSpec
+from gapless.device.base import Device
+from gapless.lora.bank import AdapterBank
+from gapless.model.base import CausalModel
+from gapless.runner.lora_memory import LoraMemory
+from gapless.runner.prepare import StepIndices
+from gapless.speculative.base import DraftIndices, Speculation
+
+
+class State:
+    """See the module.
+
+    Args:
+        device, model, layout: see `gapless.runner.runner.Runner`.
+        num_blocks: of each group's pool.
+        max_tokens, max_seqs: of a step, padded.
+        adapters, speculation: or None.
+
+    Attributes:
+        arena: the words of all rows.
+        kv: a pool for each layer, by the model's ``kv_specs``; empty while they are given back.
+        group_of_layer: which block table each layer has.
+        indices, logits: of the latest step.
+        lora: the adapters, or None.
+        proposer, drafts: what makes drafts, and the indices of a step with drafts; or None.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalModel,
+        layout: RowLayout,
+        *,
+        num_blocks: Sequence[int],
+        max_tokens: int,
+        max_seqs: int,
+        adapters: AdapterBank | None,
+        speculation: Speculation | None,
+    ) -> None:
+        self._device, self._specs, self._layout, self._num_blocks = device, model.kv_specs, layout, num_blocks
+        self.arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
+        self.group_of_layer = tuple(
+            group_of(spec.window, layout.windows) if spec.paged else 0 for spec in model.kv_specs
+        )
+        self.kv: list[torch.Tensor] = []
+        self._take_kv()
+        t, s, g = max_tokens, max_seqs, layout.num_groups
+        ints = device.device_buffer(((2 + g) * t + 2 * s,), torch.int64, "indices")
+        lens = device.device_buffer((s,), torch.int32, "seq_lens")
+        slots, rest = ints[2 * t : (2 + g) * t].view(g, t), ints[(2 + g) * t :]
+        self.indices = StepIndices(ints[:t], ints[t : 2 * t], slots, lens, rest[:s], rest[s:])
+        self._index_buffers: tuple[torch.Tensor, ...] = (ints, lens)
+        width = 1 if speculation is None else speculation.width
+        self.logits = device.device_buffer((s * width, model.vocab_size), model.dtype, "logits")
+        self.lora = None if adapters is None else LoraMemory(device, adapters)
+        self.proposer, self.drafts = None, None
+        if speculation is not None:
+            self.proposer = speculation.make_proposer(device, layout, num_blocks, s)
+            n = s * width
+            words = device.device_buffer((s + 2 * n,), torch.int32, "draft_words")
+            places = device.device_buffer((2 * n,), torch.int64, "draft_places")
+            self.drafts = DraftIndices(words[:s], words[s : s + n], words[s + n :], places[:n], places[n:], width)
+            self._index_buffers = (ints, lens, words, places)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All buffers that a step writes."""
+        own = (self.arena.words, *self.kv, *self._index_buffers, self.logits)
+        return own if self.proposer is None else (*own, *self.proposer.state)
+
+    def take_pools(self) -> None:
+        """The KV pools, zeroed."""
+        self._take_kv()
+        if self.proposer is not None:
+            self.proposer.take_pool()
+
+    def _take_kv(self) -> None:
+        layout = self._layout
+        for i, (spec, group) in enumerate(zip(self._specs, self.group_of_layer, strict=True)):
+            if isinstance(spec, StateSpec):
+                shape = spec.shape(layout.num_rows)
+            else:
+                shape = spec.shape(self._num_blocks[group], layout.block_size)
+            self.kv.append(self._device.device_buffer(shape, getattr(torch, spec.dtype), f"kv{i}"))
+
+    def drop_pools(self) -> None:
+        """Let go of the KV pools; nothing may name them any more."""
+        for i in range(len(self.kv)):
+            self._device.release_buffer(f"kv{i}")
+        self.kv.clear()
+        if self.proposer is not None:
+            self.proposer.drop_pool()

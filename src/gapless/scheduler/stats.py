@@ -1,0 +1,42 @@
+"""SchedulerStats: what planning and committing have counted. Written by the loop's thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gapless.scheduler.drafting import DraftStats
+from gapless.scheduler.read_counters import Volume
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start; ``running``, ``waiting`` and what is said of blocks are of now.
+
+    ``blocks_used`` and ``blocks_total`` count the blocks of all groups of layers, ``used_by_group`` has (used, total)
+    of each (see `gapless.cache.groups`). ``drafts`` is None in an engine without drafts.
+    """
+
+    steps: int = 0
+    tokens_computed: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generated_tokens: int = 0
+    overrun_tokens: int = 0
+    preemptions: int = 0
+    requests_finished: int = 0
+    corrupted: int = 0  # of them: those that ended because no token could be chosen, by NaN or by their own masks
+    volume: Volume = field(default_factory=Volume)
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0  # of them: those that came after a pause was asked for that lets others finish
+    blocks_used: int = 0
+    blocks_total: int = 0
+    used_by_group: tuple[tuple[int, int], ...] = ()
+    drafts: DraftStats | None = None
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV pool that requests hold, 0 to 1: of the group of layers that is fullest. Blocks that only the
+        prefix cache keeps are free."""
+        groups = self.used_by_group or ((self.blocks_used, self.blocks_total),)
+        return max(used / max(total, 1) for used, total in groups)

@@ -1,0 +1,1 @@
+"""A terminal screen that watches a server."""

@@ -1,1 +1,0 @@
-"""Watch a running server in a terminal."""
