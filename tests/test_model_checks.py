@@ -195,7 +195,7 @@ def test_a_hybrid_layer_of_another_build_is_refused() -> None:
 
 def test_probe_finds_a_part_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """One mechanism after the other computed as if there were no past."""
-    from gapless.model import qwen4_exp
+    from gapless.model.hybrid import qwen4_exp
     from gapless.model.parts import delta_net, short_conv
 
     def no_past(x: torch.Tensor, *rest: Any, silu: bool = False, **options: Any) -> torch.Tensor:
