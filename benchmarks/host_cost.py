@@ -257,7 +257,8 @@ def measure_whole(load: Workload, depth: int, rounds: int, profile: bool) -> dic
     )  # fmt: skip
     shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, capture=False)
     with contextlib.ExitStack() as patches:
-        parts = {"engine.build.CpuDevice": PacedDevice, "engine.build.EXACT": shapes, "runner.runner.Graphs": PacedGraphs}
+        build = "engine.build."
+        parts = {f"{build}CpuDevice": PacedDevice, f"{build}EXACT": shapes, "runner.runner.Graphs": PacedGraphs}
         for name, value in parts.items():
             patches.enter_context(mock.patch(f"gapless.{name}", value))
         client = EngineClient(NullModel(), config, tokenizer=None)
