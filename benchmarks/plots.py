@@ -139,7 +139,44 @@ def mixed_load(result: dict[str, Any], target: Path) -> None:
     _save(pyplot, figure, target)
 
 
-PLOTS = {"disturbance": disturbance, "growth": growth, "mixed_load": mixed_load}
+LANES = {"wait": "#e3e3e3", "receive": "#8fb38f", "commit": "#4c9a5f", "publish": "#2f6b3f", "schedule": "#d9a441",
+         "launch": NOISY}  # fmt: skip
+
+
+def timelines(result: dict[str, Any], target: Path) -> None:
+    """A few steps at depth 1 above as many at depth 2, on one scale: the host's lane and the device's."""
+    pyplot = _style()
+    from matplotlib.patches import Patch
+
+    depths = result["depths"]
+    figure, panels = pyplot.subplots(2, 1, figsize=(9.2, 2.9), layout="constrained", sharex=True)
+    for axes, (depth, run) in zip(panels, sorted(depths.items()), strict=True):
+        for name, colour in LANES.items():
+            bars = [(a, b - a) for a, b in run["lanes"].get(name, [])]
+            axes.broken_barh(bars, (0.6, 0.8), facecolors=colour, linewidth=0)
+        bars = [(a, b - a) for a, b in run["lanes"]["compute"]]
+        axes.broken_barh(bars, (-0.4, 0.8), facecolors=QUIET, linewidth=0)
+        for (_, end), (begin, _) in zip(run["lanes"]["compute"], run["lanes"]["compute"][1:], strict=False):
+            if begin - end > 0.01:
+                axes.axvspan(end, begin, 0.02, 0.98, color="#f4c7c3", zorder=0)
+        axes.set_yticks([0, 1], ["GPU", "host"])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(-0.5, 1.5)
+        mode = "synchronous" if depth == "1" else "asynchronous"
+        axes.set_title(f"depth {depth}, {mode}: GPU busy {100 * run['step_busy']:.1f} %", fontsize=10, loc="left")
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    panels[1].set_xlabel("ms", fontsize=9)
+    panels[1].set_xlim(0, max(run["ms"] for run in depths.values()))
+    keys = [Patch(color=QUIET, label="step"), *(Patch(color=c, label=n) for n, c in LANES.items())]
+    keys.append(Patch(color="#f4c7c3", label="GPU idle"))
+    title = f"{result['title']}; {_where(result)}, under a profiler, which slows launches"
+    figure.legend(handles=keys, fontsize=8, ncols=len(keys), loc="outside lower center", frameon=False)
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    _save(pyplot, figure, target)
+
+
+PLOTS = {"timelines": timelines, "disturbance": disturbance, "growth": growth, "mixed_load": mixed_load}
 
 
 def main() -> None:
@@ -148,7 +185,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     for name, plot in PLOTS.items():
-        source = args.results / f"{name}.json"
+        source = next(iter(sorted(args.results.glob(f"*{name}.json"))), args.results / f"{name}.json")
         if source.exists():
             plot(json.loads(source.read_text()), args.docs / f"{name}.svg")
             print(args.docs / f"{name}.svg")
