@@ -1,6 +1,6 @@
-"""Writes the README's table of figures from ``benchmarks/results/*.json``.
+"""Writes docs/figures.md's tables and the README's eight rows from ``benchmarks/results/*.json``.
 
-    python tools/results_table.py            # rewrites the part between the markers
+    python tools/results_table.py            # rewrites the parts between the markers
     python tools/results_table.py --check    # exit code 1 if it is not up to date
 
 A result file is what ``gapless bench --save`` writes: ``environment`` and ``figures``. Of several rows for one model,
@@ -19,7 +19,6 @@ from gapless.bench.table import grid, of_floor, step_ms
 from gapless.bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- figures: made by tools/results_table.py -->", "<!-- end of figures -->"
 HEAD = ("model", "workload", "engine", "depth", "tokens/s", "ms/step", "% of floor", "step-busy %", "host ms/step",
         "of")  # fmt: skip
 Row = dict[str, Any]
@@ -82,6 +81,35 @@ def render(machines: dict[str, list[Row]]) -> str:
     return "\n\n".join(parts) or "No results yet."
 
 
+BRIEF = ("long", "mid", "one", "wide", "small1", "small32", "small256", "nano")
+"""The README's rows, at depth 2."""
+SIDE = "h200-vllm-0.26.json"
+"""A comparison with vLLM in one hour on one GPU, timed from outside."""
+
+
+def brief(rows: list[Row], side: dict[str, Any]) -> str:
+    """Eight rows of one machine, beside what another engine needs."""
+    pairs = {row["workload"]: (f"{row['gapless']:.2f}", f"{row['vllm']:.2f}") for row in side["tuned"]}
+    pairs["nano"] = tuple(f"{side['nano_tokens_per_s'][name]:,} tok/s" for name in ("gapless", "vllm"))
+    body = []
+    for name in BRIEF:
+        row = next(r for r in rows if r["workload"] == name and r["engine"] == "gapless" and r["depth"] == 2)
+        busy = _number(row.get("step_busy"), 2, 100)
+        tokens = f"{row['tokens_per_s']:,.0f}"
+        body.append([row["shape"], name, tokens, step_ms(row), of_floor(row), busy, *pairs[name]])
+    return grid(("model", "workload", "tokens/s", "ms/step", "% of floor", "step-busy %", "gapless", "vLLM 0.26"), body)
+
+
+def others(side: dict[str, Any]) -> str:
+    """Shapes that nothing was tuned for, at three batch sizes."""
+    body = []
+    for row in side["others"]:
+        times = [" / ".join(f"{value:.2f}" for value in row[name]) for name in ("gapless", "vllm")]
+        prefill = [f"{row['prefill_s'][name]:.2f}" for name in ("gapless", "vllm")]
+        body.append([row["shape"], row["path"], *times, *prefill])
+    return grid(("shape", "runs as", "gapless, ms", "vLLM, ms", "prompts, s", "vLLM, s"), body)
+
+
 def _versions(e: dict[str, str]) -> str:
     driver = f"driver {e['driver']}, " if e.get("driver", "none") not in ("none", "unknown") else ""
     return f"{driver}torch {e.get('torch', '?')}, transformers {e.get('transformers', '?')}"
@@ -91,31 +119,43 @@ def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
     return "-" if value is None else f"{scale * value:.{digits}f}"
 
 
-def updated(readme: str, table: str) -> str:
-    """The README with the table between its markers.
+def updated(document: str, name: str, table: str) -> str:
+    """The document with the table between the markers of that name.
 
     Raises:
         ValueError: a marker is missing.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README needs one line {BEGIN!r} and one {END!r}")
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
+    begin, end = f"<!-- {name}: made by tools/results_table.py -->", f"<!-- end of {name} -->"
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ValueError(f"the document needs one line {begin!r} and one {end!r}")
+    head, _, rest = document.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n\n{table}\n\n{end}{tail}"
+
+
+def documents() -> dict[Path, str]:
+    """Both documents as they should be."""
+    results = ROOT / "benchmarks" / "results"
+    machines, side = newest(results), json.loads((results / SIDE).read_text(encoding="utf-8"))
+    readme, figures = ROOT / "README.md", ROOT / "docs" / "figures.md"
+    text = updated(figures.read_text(encoding="utf-8"), "figures", render(machines))
+    return {
+        readme: updated(readme.read_text(encoding="utf-8"), "figures", brief(next(iter(machines.values())), side)),
+        figures: updated(text, "other shapes", others(side)),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     check = parser.parse_args().check
-    path = ROOT / "README.md"
-    before = path.read_text(encoding="utf-8")
-    after = updated(before, render(newest(ROOT / "benchmarks" / "results")))
+    old = [path for path, text in documents().items() if path.read_text(encoding="utf-8") != text]
     if check:
-        if before != after:
-            print("README.md is not up to date: run python tools/results_table.py", file=sys.stderr)
-        return int(before != after)
-    path.write_text(after, encoding="utf-8")
+        for path in old:
+            print(f"{path.name} is not up to date: run python tools/results_table.py", file=sys.stderr)
+        return int(bool(old))
+    for path in old:
+        path.write_text(documents()[path], encoding="utf-8")
     return 0
 
 
