@@ -147,7 +147,8 @@ def test_what_is_imported_is_explained() -> None:
 
 
 def test_each_entry_of_the_log_has_its_parts() -> None:
-    entries = re.split(r"^## ", DOCS["docs/LOG.md"], flags=re.M)[1:]
+    index, *entries = re.split(r"^## ", DOCS["docs/LOG.md"], flags=re.M)[1:]
+    assert index.startswith("Index\n")
     assert entries
     for entry in entries:
         head = entry.splitlines()[0]
