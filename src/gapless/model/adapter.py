@@ -111,6 +111,7 @@ class TransformersModel:
             self.module, max_model_len=longest, num_drafts=num_drafts
         )
         checks.check_modules(self.module, known=[hybrid.layer for hybrid in self.hybrid_layers])
+        self.expert_layers = 0
         self._choose_experts()
         if self.device.type == "cpu":
             quicken(self.module)
@@ -187,13 +188,15 @@ class TransformersModel:
             self._bank.add(index, x, y, self._tokens)
 
     def _choose_experts(self) -> None:
-        """On a GPU, take the form of mixture-of-experts layers that never waits for the device."""
+        """On a GPU, experts run by kernels of this package; those of another kind, in a form that never waits."""
         chooses = getattr(self.module, "_can_set_experts_implementation", None)
-        if self.device.type == "cuda" and chooses is not None and chooses():
-            # The grouped matmul has no fp32 form that a CUDA graph could hold.
-            self.module.set_experts_implementation(
-                "batched_mm" if self.dtype == torch.float32 else "grouped_mm"
-            )
+        if self.device.type != "cuda" or chooses is None or not chooses():
+            return
+        from gapless.model.parts import experts, experts_triton
+
+        # The grouped matmul has no fp32 form that a CUDA graph could hold.
+        self.module.set_experts_implementation("batched_mm" if self.dtype == torch.float32 else "grouped_mm")
+        self.expert_layers = experts.install(self.module, experts_triton.run)
 
 
 def private_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,144 @@
+"""Experts of a mixture: our kernels with several tiles beside transformers' grouped product, on one GPU.
+
+    python benchmarks/experts.py --out benchmarks/results/h200-experts.json
+
+Microseconds of one layer's experts (the routing is random and given), replayed in a graph over several layers' weights,
+so that no cache holds them. The floor is reading the chosen experts' weights once at 4.36 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless.bench.environment import environment
+from gapless.bench.table import grid
+from gapless.model.parts.experts import Experts, Gate
+from gapless.model.parts.experts_triton import Tiles, run, tiles_for
+
+SHAPES = {  # experts, chosen, hidden, width, transposed, bias, gate
+    "qwen3-30b": (128, 8, 2048, 768, False, False, Gate("silu")),
+    "gpt-oss-20b": (32, 4, 2880, 2880, True, True, Gate("silu", True, True, 1.702, 7.0, 1.0)),
+    "deepseek-v2-lite": (64, 6, 2048, 1408, False, False, Gate("silu")),
+    "mixtral": (8, 2, 4096, 14336, False, False, Gate("silu")),
+}
+TOKENS = (1, 4, 32, 256, 2048, 8192)
+FEW = [(Tiles(16, n, k, s, w), Tiles(16, m, k, s, w))
+       for (n, m), k, (s, w) in product([(32, 32), (64, 64), (32, 64)], (64, 128), ((4, 4), (6, 4)))]  # fmt: skip
+SOME = [(Tiles(b, n, k, s, w), Tiles(b, 2 * n, k, s, w))
+        for b, n, k, (s, w) in product((16, 32, 64), (64,), (64, 128), ((3, 4), (4, 4), (4, 8)))]  # fmt: skip
+MANY = [(Tiles(b, n, k, s, w), Tiles(b, m, k, s, w))
+        for b, (n, m), k, (s, w) in product((64, 128), ((64, 128), (128, 128), (64, 256)), (64,), ((3, 8), (4, 8)))]  # fmt: skip
+
+
+def make(name: str, layers: int) -> list[Experts]:
+    e, _, h, f, transposed, bias, gate = SHAPES[name]
+    out = []
+    for _ in range(layers):
+        up, down = (e, 2 * f, h), (e, h, f)
+        if transposed:
+            up, down = (e, h, 2 * f), (e, f, h)
+        tensors = [torch.empty(s, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02) for s in (up, down)]
+        biases = [torch.zeros(e, 2 * f, device="cuda").bfloat16(), torch.zeros(e, h, device="cuda").bfloat16()]
+        out.append(Experts(*tensors, *(biases if bias else (None, None)), transposed, gate))
+    return out
+
+
+def time_us(call: Any, layers: int) -> float:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1e3 * statistics.median(times[1:]) / layers
+
+
+def theirs(experts: Experts) -> Any:
+    """A module of transformers' kind over the same weights."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts, self.has_gate, self.is_transposed = experts.count, True, experts.transposed
+            self.has_bias, self.has_post_expert_norm = experts.up_bias is not None, False
+            self._is_expert_parallel = False
+            self.gate_up_proj, self.down_proj = experts.up, experts.down
+            self.gate_up_proj_bias, self.down_proj_bias = experts.up_bias, experts.down_bias
+
+        def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+            return experts.gate(x)
+
+    module = Module()
+    return lambda x, chosen, weights: grouped_mm_experts_forward(module, x, chosen, weights)
+
+
+@torch.no_grad()
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--search", action="store_true", help="time every candidate, not the rule's choice alone")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.shapes.split(","):
+        e, k, h, f, *_ = SHAPES[name]
+        layers = max(2, min(6, int(3e9 / (6 * e * h * f))))
+        stack = make(name, layers)
+        peers = [theirs(experts) for experts in stack]
+        for tokens in map(int, arguments.tokens.split(",")):
+            x = torch.randn(tokens, h, device="cuda").bfloat16()
+            scores = torch.rand(layers, tokens, e, device="cuda")
+            weights, chosen = scores.topk(k, -1)
+            weights = weights.bfloat16()
+            hit = sum(len(chosen[i].unique()) for i in range(layers)) / layers
+            floor = hit * 3 * h * f * 2 / 4.36e6
+            peer = time_us(lambda: [p(x, chosen[i], weights[i]) for i, p in enumerate(peers)], layers)
+            each = tokens * k / e
+            choices = [tiles_for(tokens * k, e, x.dtype)]
+            if arguments.search:
+                choices += FEW if each <= 4 else SOME if each <= 100 else MANY
+            found = {}
+            for tiles in choices:
+                try:
+                    found[tiles] = time_us(
+                        lambda t=tiles: [run(x, s, chosen[i], weights[i], t) for i, s in enumerate(stack)], layers
+                    )
+                except Exception as error:
+                    print("left out:", tiles, type(error).__name__, str(error)[:80])
+            best = min(found, key=found.__getitem__)
+            rows.append({"shape": name, "tokens": tokens, "experts": hit, "floor_us": floor, "grouped_mm_us": peer,
+                         "rule_us": found[choices[0]], "best_us": found[best], "best": str(best)})  # fmt: skip
+            print(
+                name, tokens, {n: round(v, 1) if isinstance(v, float) else v for n, v in rows[-1].items()}, flush=True
+            )
+        del stack, peers
+        torch.cuda.empty_cache()
+    head = ("shape", "tokens", "experts", "floor", "grouped_mm", "rule", "best")
+    keys = ("experts", "floor_us", "grouped_mm_us", "rule_us", "best_us")
+    print(grid(head, [[r["shape"], str(r["tokens"]), *(f"{r[n]:.1f}" for n in keys)] for r in rows]))
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
