@@ -29,12 +29,18 @@ SHAPES = {  # experts, chosen, hidden, width, transposed, bias, gate
     "mixtral": (8, 2, 4096, 14336, False, False, Gate("silu")),
 }
 TOKENS = (1, 4, 32, 256, 2048, 8192)
-FEW = [(Tiles(16, n, k, s, w), Tiles(16, m, k, s, w))
-       for (n, m), k, (s, w) in product([(32, 32), (64, 64), (32, 64)], (64, 128), ((4, 4), (6, 4)))]  # fmt: skip
-SOME = [(Tiles(b, n, k, s, w), Tiles(b, 2 * n, k, s, w))
-        for b, n, k, (s, w) in product((16, 32, 64), (64,), (64, 128), ((3, 4), (4, 4), (4, 8)))]  # fmt: skip
-MANY = [(Tiles(b, n, k, s, w), Tiles(b, m, k, s, w))
-        for b, (n, m), k, (s, w) in product((64, 128), ((64, 128), (128, 128), (64, 256)), (64,), ((3, 8), (4, 8)))]  # fmt: skip
+FEW = [
+    (Tiles(16, n, k, stages, 4), Tiles(16, m, k, stages, 4))
+    for (n, m), k, stages in product([(32, 32), (64, 64), (32, 64)], (64, 128), (4, 6))
+]
+SOME = [
+    (Tiles(b, 64, k, stages, warps), Tiles(b, m, k, stages, warps))
+    for b, m, k, (stages, warps) in product((16, 32, 64), (64, 128), (64, 128), ((3, 4), (4, 4)))
+]
+MANY = [
+    (Tiles(b, n, 64, stages, 8), Tiles(b, m, 64, stages, 8))
+    for b, (n, m), stages in product((64, 128), ((64, 128), (128, 128), (64, 256)), (3, 4))
+]
 
 
 def make(name: str, layers: int) -> list[Experts]:
@@ -90,6 +96,36 @@ def theirs(experts: Experts) -> Any:
     return lambda x, chosen, weights: grouped_mm_experts_forward(module, x, chosen, weights)
 
 
+def measure(name: str, tokens: int, stack: list[Experts], search: bool) -> dict[str, Any]:
+    """One row: the peer, the rule's tiles, and the best of all candidates."""
+    e, k, h, f, *_ = SHAPES[name]
+    layers = len(stack)
+    x = torch.randn(tokens, h, device="cuda").bfloat16()
+    weights, chosen = torch.rand(layers, tokens, e, device="cuda").topk(k, -1)
+    weights = weights.bfloat16()
+    peers = [theirs(experts) for experts in stack]
+    hit = sum(len(chosen[i].unique()) for i in range(layers)) / layers
+    peer = time_us(lambda: [p(x, chosen[i], weights[i]) for i, p in enumerate(peers)], layers)
+    each = tokens * k / e
+    choices = [tiles_for(tokens * k, e, x.dtype)]
+    if search:
+        choices += FEW if each <= 4 else SOME if each <= 100 else MANY
+
+    def ours(tiles: tuple[Tiles, Tiles]) -> float:
+        return time_us(lambda: [run(x, s, chosen[i], weights[i], tiles) for i, s in enumerate(stack)], layers)
+
+    found = {}
+    for tiles in dict.fromkeys(choices):
+        try:
+            found[tiles] = ours(tiles)
+        except Exception as error:  # a candidate that does not fit is none
+            print("left out:", tiles, type(error).__name__, str(error)[:80])
+    best = min(found, key=found.__getitem__)
+    times = {"grouped_mm_us": peer, "rule_us": found[choices[0]], "best_us": found[best], "best": str(best)}
+    floor = hit * 3 * h * f * 2 / 4.36e6
+    return {"shape": name, "tokens": tokens, "experts": hit, "floor_us": floor, **times}
+
+
 @torch.no_grad()
 def main() -> None:
     """See the module."""
@@ -101,37 +137,12 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for name in arguments.shapes.split(","):
-        e, k, h, f, *_ = SHAPES[name]
-        layers = max(2, min(6, int(3e9 / (6 * e * h * f))))
-        stack = make(name, layers)
-        peers = [theirs(experts) for experts in stack]
+        e, _, h, f, *_ = SHAPES[name]
+        stack = make(name, max(2, min(6, int(3e9 / (6 * e * h * f)))))
         for tokens in map(int, arguments.tokens.split(",")):
-            x = torch.randn(tokens, h, device="cuda").bfloat16()
-            scores = torch.rand(layers, tokens, e, device="cuda")
-            weights, chosen = scores.topk(k, -1)
-            weights = weights.bfloat16()
-            hit = sum(len(chosen[i].unique()) for i in range(layers)) / layers
-            floor = hit * 3 * h * f * 2 / 4.36e6
-            peer = time_us(lambda: [p(x, chosen[i], weights[i]) for i, p in enumerate(peers)], layers)
-            each = tokens * k / e
-            choices = [tiles_for(tokens * k, e, x.dtype)]
-            if arguments.search:
-                choices += FEW if each <= 4 else SOME if each <= 100 else MANY
-            found = {}
-            for tiles in choices:
-                try:
-                    found[tiles] = time_us(
-                        lambda t=tiles: [run(x, s, chosen[i], weights[i], t) for i, s in enumerate(stack)], layers
-                    )
-                except Exception as error:
-                    print("left out:", tiles, type(error).__name__, str(error)[:80])
-            best = min(found, key=found.__getitem__)
-            rows.append({"shape": name, "tokens": tokens, "experts": hit, "floor_us": floor, "grouped_mm_us": peer,
-                         "rule_us": found[choices[0]], "best_us": found[best], "best": str(best)})  # fmt: skip
-            print(
-                name, tokens, {n: round(v, 1) if isinstance(v, float) else v for n, v in rows[-1].items()}, flush=True
-            )
-        del stack, peers
+            rows.append(measure(name, tokens, stack, arguments.search))
+            print({n: round(v, 1) if isinstance(v, float) else v for n, v in rows[-1].items()}, flush=True)
+        del stack
         torch.cuda.empty_cache()
     head = ("shape", "tokens", "experts", "floor", "grouped_mm", "rule", "best")
     keys = ("experts", "floor_us", "grouped_mm_us", "rule_us", "best_us")

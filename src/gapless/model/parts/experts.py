@@ -140,8 +140,8 @@ def recognise(module: nn.Module) -> Experts | None:
     gate = _gate(m, bool(gated), down.shape[1 if transposed else 2])
     if gate is None:
         return None
-    biases = (held[f"{name}_bias"], held["down_proj_bias"]) if bias else (None, None)
-    found = Experts(up, down, *biases, bool(transposed), gate)
+    up_bias, down_bias = (held[f"{name}_bias"], held["down_proj_bias"]) if bias else (None, None)
+    found = Experts(up, down, up_bias, down_bias, bool(transposed), gate)
     wide = (2 if gated else 1) * found.width
     shape = (found.count, found.hidden, wide) if transposed else (found.count, wide, found.hidden)
     return found if tuple(up.shape) == shape else None
