@@ -9,8 +9,11 @@ so that no cache holds them. The floor is reading the chosen experts' weights on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -98,7 +101,7 @@ def theirs(experts: Experts) -> Any:
 
 def measure(name: str, tokens: int, stack: list[Experts], search: bool) -> dict[str, Any]:
     """One row: the peer, the rule's tiles, and the best of all candidates."""
-    e, k, h, f, *_ = SHAPES[name]
+    _, k, h, f, *_ = SHAPES[name]
     layers = len(stack)
     x = torch.randn(tokens, h, device="cuda").bfloat16()
     weights, chosen = torch.rand(layers, tokens, e, device="cuda").topk(k, -1)
@@ -106,16 +109,13 @@ def measure(name: str, tokens: int, stack: list[Experts], search: bool) -> dict[
     peers = [theirs(experts) for experts in stack]
     hit = sum(len(chosen[i].unique()) for i in range(layers)) / layers
     peer = time_us(lambda: [p(x, chosen[i], weights[i]) for i, p in enumerate(peers)], layers)
-    each = tokens * k / e
-    choices = [tiles_for(tokens * k, e, x.dtype)]
-    if search:
-        choices += FEW if each <= 4 else SOME if each <= 100 else MANY
+    choices = candidates(name, tokens, search)
 
     def ours(tiles: tuple[Tiles, Tiles]) -> float:
         return time_us(lambda: [run(x, s, chosen[i], weights[i], tiles) for i, s in enumerate(stack)], layers)
 
     found = {}
-    for tiles in dict.fromkeys(choices):
+    for tiles in choices:
         try:
             found[tiles] = ours(tiles)
         except Exception as error:  # a candidate that does not fit is none
@@ -126,6 +126,27 @@ def measure(name: str, tokens: int, stack: list[Experts], search: bool) -> dict[
     return {"shape": name, "tokens": tokens, "experts": hit, "floor_us": floor, **times}
 
 
+def candidates(name: str, tokens: int, search: bool) -> list[tuple[Tiles, Tiles]]:
+    """The rule's tiles first."""
+    e, k, *_ = SHAPES[name]
+    each = tokens * k / e
+    more = FEW if each <= 4 else SOME if each <= 100 else MANY
+    return list(dict.fromkeys([tiles_for(tokens * k, e, torch.bfloat16), *(more if search else [])]))
+
+
+def compile_part(part: int, parts: int, names: list[str], tokens: list[int]) -> None:
+    """Compile every ``parts``-th kernel by running it once."""
+    for name in names:
+        (experts,) = make(name, 1)
+        _, k, h, *_ = SHAPES[name]
+        every = list(dict.fromkeys(tiles for n in tokens for tiles in candidates(name, n, True)))
+        for tiles in every[part::parts]:
+            x = torch.randn(2, h, device="cuda").bfloat16()
+            chosen = torch.arange(2 * k, device="cuda").view(2, k) % experts.count
+            with contextlib.suppress(Exception):  # it is left out later, with its reason
+                run(x, experts, chosen, torch.rand(2, k, device="cuda").bfloat16(), tiles)
+
+
 @torch.no_grad()
 def main() -> None:
     """See the module."""
@@ -133,13 +154,24 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--search", action="store_true", help="time every candidate, not the rule's choice alone")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile beforehand")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    names, counts = arguments.shapes.split(","), [int(n) for n in arguments.tokens.split(",")]
+    if arguments.part is not None:
+        compile_part(arguments.part, arguments.jobs, names, counts)
+        return
+    if arguments.search and arguments.jobs > 1:
+        command = [sys.executable, *sys.argv]
+        parts = [subprocess.Popen([*command, "--part", str(part)]) for part in range(arguments.jobs)]
+        for part in parts:
+            part.wait()
     rows = []
-    for name in arguments.shapes.split(","):
+    for name in names:
         e, _, h, f, *_ = SHAPES[name]
         stack = make(name, max(2, min(6, int(3e9 / (6 * e * h * f)))))
-        for tokens in map(int, arguments.tokens.split(",")):
+        for tokens in counts:
             rows.append(measure(name, tokens, stack, arguments.search))
             print({n: round(v, 1) if isinstance(v, float) else v for n, v in rows[-1].items()}, flush=True)
         del stack

@@ -103,6 +103,9 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "small1": lambda: uniform("small1", 1, 128, 512),
     "small32": lambda: uniform("small32", 32, 128, 512),
     "small256": lambda: uniform("small256", 256, 512, 256),
+    "alone": lambda: uniform("alone", 1, 128, 256),
+    "team": lambda: uniform("team", 32, 256, 256),
+    "crowd": lambda: uniform("crowd", 256, 512, 128),
     "cpu": lambda: uniform("cpu", 8, 64, 32),
 }
 
