@@ -101,7 +101,7 @@ def theirs(experts: Experts) -> Any:
 
 def measure(name: str, tokens: int, stack: list[Experts], search: bool) -> dict[str, Any]:
     """One row: the peer, the rule's tiles, and the best of all candidates."""
-    _, k, h, f, *_ = SHAPES[name]
+    e, k, h, f, *_ = SHAPES[name]
     layers = len(stack)
     x = torch.randn(tokens, h, device="cuda").bfloat16()
     weights, chosen = torch.rand(layers, tokens, e, device="cuda").topk(k, -1)
