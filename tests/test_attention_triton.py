@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.attention.kv_format import decode, encode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -47,6 +48,8 @@ class Shape:
     sinks: bool = False
     dtype: torch.dtype = torch.float32
     decode_only: bool = False
+    kept: torch.dtype | None = None  # of the cache, if not ``dtype``
+    scaled: bool = False
 
 
 class Case:
@@ -92,7 +95,11 @@ class Case:
             for row, n, q_len in zip(rows[:real], lens, q_lens, strict=False):
                 for p in range(max(0, n - q_len + 1 - shape.window) // b):
                     table[row, p] = 0
-        self.cache = cache.to(device)
+        scales = 0.02 + torch.rand(2, shape.hk, generator=gen)  # so small that some keys and values saturate
+        self.scales = scales.to(device) if shape.scaled else None
+        kept = cache.dtype if shape.kept is None else shape.kept
+        halves = (encode(half, kept, s if shape.scaled else None) for half, s in zip(cache, scales, strict=True))
+        self.cache = torch.stack(list(halves)).to(device)
         qkv = normal(tokens, (shape.hq + 2 * shape.hk) * shape.d)
         q, k, v = qkv.split([shape.hq * shape.d, shape.hk * shape.d, shape.hk * shape.d], dim=-1)
         self.q = q.unflatten(-1, (shape.hq, shape.d))
@@ -114,11 +121,20 @@ class Case:
 
     def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache after the write, and outputs of the real tokens in fp32: one token, one head at a time."""
-        shape, params = self.shape, self.params
+        shape = self.shape
         cache = self.cache.clone()
         flat = cache.view(2, -1, shape.hk, shape.d)
-        flat[0, self.context.slot_mapping] = self.k
-        flat[1, self.context.slot_mapping] = self.v
+        for half, new in enumerate((self.k, self.v)):
+            flat[half, self.context.slot_mapping] = encode(new, cache.dtype, self.scale(half))
+        return cache, self.attended(cache)
+
+    def scale(self, half: int) -> torch.Tensor | None:
+        return None if self.scales is None else self.scales[half]
+
+    def attended(self, cache: torch.Tensor) -> torch.Tensor:
+        """Of the real tokens, from a cache that holds their keys and values."""
+        shape, params = self.shape, self.params
+        flat = torch.stack([decode(cache[half].flatten(0, 1), torch.float32, self.scale(half)) for half in (0, 1)])
         out = torch.zeros(self.real_tokens, shape.hq, shape.d, device=self.q.device)
         group = shape.hq // shape.hk
         t = 0
@@ -128,8 +144,8 @@ class Case:
                 pos = torch.arange(low, own + 1, device=self.q.device)
                 table = self.context.block_tables[row].long()
                 place = table[pos // shape.block] * shape.block + pos % shape.block
-                keys = flat[0, place].float().repeat_interleave(group, 1)
-                values = flat[1, place].float().repeat_interleave(group, 1)
+                keys = flat[0, place].repeat_interleave(group, 1)
+                values = flat[1, place].repeat_interleave(group, 1)
                 score = torch.einsum("hd,phd->hp", self.q[t].float(), keys) * params.scale
                 if params.softcap is not None:
                     score = params.softcap * torch.tanh(score / params.softcap)
@@ -138,20 +154,21 @@ class Case:
                 weight = score.softmax(-1)[:, : pos.numel()]
                 out[t] = torch.einsum("hp,phd->hd", weight, values)
                 t += 1
-        return cache, out
+        return out
 
     def check(self, **options: Any) -> torch.Tensor:
         from gapless.attention import triton as entry
 
         want_cache, want = self.oracle()
         if options:
-            entry.write_kv(self.k, self.v, self.cache, self.context.slot_mapping)
-            got = entry.attend_cached(self.q, self.cache, self.context, self.params, **options)
+            entry.write_kv(self.k, self.v, self.cache, self.context.slot_mapping, self.scales)
+            got = entry.attend_cached(self.q, self.cache, self.context, self.params, self.scales, **options)
         else:
-            got = entry.attend(self.q, self.k, self.v, self.cache, self.context, self.params)
+            got = entry.attend(self.q, self.k, self.v, self.cache, self.context, self.params, self.scales)
         assert got.shape == self.q.shape
         assert got.dtype == self.q.dtype
-        torch.testing.assert_close(self.cache[:, 1:], want_cache[:, 1:], rtol=0, atol=0, equal_nan=True)
+        kept = self.cache[:, 1:].float()
+        torch.testing.assert_close(kept, want_cache[:, 1:].float(), rtol=0, atol=0, equal_nan=True)
         close = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[self.shape.dtype]
         torch.testing.assert_close(got[: self.real_tokens].float(), want, rtol=close, atol=close)
         assert not got.isnan().any()
@@ -268,6 +285,29 @@ def test_several_query_tokens_in_the_decode_kernel(option: str, window: int | No
 
 
 @runs_kernels
+@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.float16, None])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(DECODE, padding=(2, 2), d=80, hq=6, hk=3, block=16, sinks=True),
+        replace(MIXED, softcap=2.0, window=30, sinks=True),
+        replace(MIXED, d=24, hq=2, hk=2),
+    ],
+)
+def test_formats_of_the_cache(shape: Shape, kept: torch.dtype | None, scaled: bool) -> None:
+    from gapless.attention.triton_prefill import PrefillConfig
+
+    for last in (True, False):
+        case = Case(replace(shape, kept=kept, scaled=scaled), seed=9)
+        config = small_decode(last_arriver_merges=last)
+        case.check(decode_config=config, prefill_config=PrefillConfig(16, 16, 4, 1))
+    few = replace(shape, sequences=((5, 40), (1, 3), (4, 0)), decode_only=False, padding=(1, 3))
+    case = Case(replace(few, kept=kept, scaled=scaled), seed=10)
+    case.check(max_query_len=5, decode_config=small_decode())
+
+
+@runs_kernels
 def test_random_cases() -> None:
     from gapless.attention.triton_prefill import PrefillConfig
 
@@ -288,6 +328,8 @@ def test_random_cases() -> None:
             softcap=rng.choice([None, 5.0]),
             sinks=rng.random() < 0.5,
             decode_only=decode_only,
+            kept=rng.choice([None, torch.float8_e4m3fn]),
+            scaled=rng.random() < 0.5,
         )
         small = PrefillConfig(32, 16, 4, 1)
         config = small_decode(last_arriver_merges=rng.random() < 0.5)
@@ -318,6 +360,7 @@ LARGE = [
 @pytest.mark.parametrize("shape", LARGE)
 def test_large_cases_on_the_gpu(shape: Shape, dtype: torch.dtype) -> None:
     Case(replace(shape, dtype=dtype), seed=7).check()
+    Case(replace(shape, dtype=dtype, kept=torch.float8_e4m3fn, scaled=True), seed=7).check()
 
 
 @pytest.mark.gpu

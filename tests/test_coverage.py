@@ -62,8 +62,8 @@ def test_a_model_has_every_kind_of_layer() -> None:
 def test_a_wrong_window_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention looks one position less far back than the model does."""
 
-    def short(q, k, v, cache, context, params):  # type: ignore[no-untyped-def]
-        return reference.attend(q, k, v, cache, context, replace(params, window=params.window - 1))
+    def short(q, k, v, cache, context, params, scales):  # type: ignore[no-untyped-def]
+        return reference.attend(q, k, v, cache, context, replace(params, window=params.window - 1), scales)
 
     def wrong(model, **options):  # type: ignore[no-untyped-def]
         return LLM(TransformersModel(model, attention=short), **options)

@@ -7,6 +7,7 @@ import torch
 
 from gapless.attention import reference
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.attention.kv_format import decode, scale_of
 from gapless.model.adapter import TransformersModel
 from gapless.model.ops import reference as ops_reference
 from gapless.model.probe import probe_parity
@@ -16,11 +17,16 @@ from paged import greedy
 
 
 def attend_cached(
-    q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    context: AttentionContext,
+    params: AttentionParams,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The reference writes k and v itself, so it is handed what the cache holds already."""
     flat = cache.flatten(1, 2)[:, context.slot_mapping]
-    return reference.attend(q, flat[0], flat[1], cache, context, params)
+    k, v = (decode(flat[i], q.dtype, scale_of(kv_scales, i)) for i in (0, 1))
+    return reference.attend(q, k, v, cache, context, params, kv_scales)
 
 
 def fused(kind: str, **changes: object) -> tuple[FusedDecoder, TransformersModel]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.attention.context import AttentionContext
 from gapless.device.dependent_launch import EARLY, LATE, OFF
 from gapless.model.ops import reference as ops_reference
 from gapless.model.products.choice import Chooser, Product, bucket, candidates, default
@@ -322,8 +323,8 @@ def test_small_batch_of_rows_with_drafts_gives_the_decoder_s_logits(unfused: set
     caches = [torch.randn(2, 4, 8, spec.num_kv_heads, spec.head_dim_k) for spec in plain_model.kv_specs]
     ids, index, padding = torch.arange(5, 11), torch.tensor([2, 3, 0, 0, 1]), [0.0]
 
-    def attend(q: torch.Tensor, cache: torch.Tensor, step: AttentionContext, params: AttentionParams) -> torch.Tensor:
-        out = attend_cached(q, cache, step, params)
+    def attend(q: torch.Tensor, cache: torch.Tensor, step: AttentionContext, *rest: Any) -> torch.Tensor:
+        out = attend_cached(q, cache, step, *rest)
         out[4:] = padding[0]
         return out
 

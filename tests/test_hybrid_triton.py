@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gapless.attention.kv_format import put, scale_of
 from gapless.model.parts import delta_net, short_conv, sparse_attention
 from gapless.model.parts.sparse_attention import SparseParams, write_index_keys
 from ragged import BLOCK, Ragged, Step, drive
@@ -87,15 +88,17 @@ def test_gated_delta_rule(style: str, drafts: int) -> None:
 @runs_kernels
 @each_style
 @pytest.mark.parametrize("ratio", [3])
-def test_sparse_attention(style: str, drafts: int, ratio: int) -> None:
+@pytest.mark.parametrize(("kept", "scaled"), [(torch.float32, False), (torch.float8_e4m3fn, True)])
+def test_sparse_attention(style: str, drafts: int, ratio: int, kept: torch.dtype, scaled: bool) -> None:
     hq, hk, d, hi, di = 4, 2, 8, 5, 6
     params = SparseParams(ratio, 2, 0.3)
+    scales = torch.tensor([[0.5, 2.0], [0.1, 1.5]], device=DEVICE) if scaled else None
     sizes = [hq * d, hk * d, hk * d, hi * di, di]
 
     def run(triton: bool) -> list[torch.Tensor]:
         ragged = Ragged(len(LENGTHS), 16, device=DEVICE)
         index_cache = ragged.cache(2 * di)
-        kv_cache = torch.full((2, ragged.num_blocks, BLOCK, hk, d), 1e3, device=DEVICE)
+        kv_cache = torch.full((2, ragged.num_blocks, BLOCK, hk, d), 100.0, device=DEVICE).to(kept)
 
         def part(x: torch.Tensor, s: Step) -> torch.Tensor:
             q, k, v, index_q, index_k = x.split(sizes, -1)
@@ -103,13 +106,13 @@ def test_sparse_attention(style: str, drafts: int, ratio: int) -> None:
             write_index_keys(
                 index_k, index_cache, s.block_tables, s.slot_mapping, s.token_rows, s.positions, ratio, torch.sin
             )
-            for cache, value in zip(kv_cache, (k, v), strict=True):
-                cache.view(-1, hk * d)[s.slot_mapping] = value
+            for i, value in enumerate((k, v)):
+                put(kv_cache[i].view(-1, hk, d), s.slot_mapping, value.view(-1, hk, d), scale_of(scales, i))
             caches = (q, index_q, kv_cache, index_cache, s.block_tables)
             if triton:
-                out = sparse_attention_triton.sparse_attend(*caches, s.token_rows, s.positions, params)
+                out = sparse_attention_triton.sparse_attend(*caches, s.token_rows, s.positions, params, scales)
             else:
-                out = sparse_attention.sparse_attend(*caches, s.query_start_loc, s.seq_lens, s.rows, params)
+                out = sparse_attention.sparse_attend(*caches, s.query_start_loc, s.seq_lens, s.rows, params, scales)
             return out.flatten(1)
 
         return drive(ragged, random_inputs(sum(sizes)), part, style=style, drafts=drafts)

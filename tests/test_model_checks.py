@@ -80,8 +80,8 @@ def test_probe_finds_wrong_attention(kind: str) -> None:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def forgets_constants(*arguments: Any) -> torch.Tensor:
-        *front, params = arguments
-        return reference.attend(*front, reference.AttentionParams(params.scale * 1.1))
+        *front, params, scales = arguments
+        return reference.attend(*front, reference.AttentionParams(params.scale * 1.1), scales)
 
     for backend in (forgets_the_past, forgets_constants):
         with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__}.*differ"):

@@ -13,6 +13,7 @@ query_start_loc[S], and its slot_mapping points into block 0, the null block, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ class AttentionContext:
     Attributes:
         kv_caches: one tensor per layer, for attention ``[2, N, B, HK, D]``; index 0 holds keys, 1 values. For other
             kinds of layers see `gapless.cache.spec`.
+        kv_scales: by layer, fp32 ``[2, HK]`` of its keys and values, or None (see `gapless.attention.kv_format`); empty
+            if no layer has scales.
         slot_mapping: int64 ``[T]``, flat place ``block * B + offset`` where token t's key and value go.
         query_start_loc: int32 ``[S + 1]``.
         seq_lens: int32 ``[S]``, tokens that are in the cache once this step's are written.
@@ -61,11 +64,16 @@ class AttentionContext:
     group_of_layer: tuple[int, ...] = ()
     token_table: torch.Tensor | None = None
     others: tuple[AttentionContext, ...] = ()
+    kv_scales: Sequence[torch.Tensor | None] = ()
 
     def of(self, layer: int) -> AttentionContext:
         """The step as the layer sees it, an index of ``kv_caches``."""
         group = self.group_of_layer[layer] if self.group_of_layer else 0
         return self.others[group - 1] if group else self
+
+    def scales_of(self, layer: int) -> torch.Tensor | None:
+        """The layer's ``kv_scales``."""
+        return self.kv_scales[layer] if self.kv_scales else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.attention.kv_format import decode, encode, exact, put, scale_of
 from gapless.attention.rows import Rows, attend_rows, softmax_
 
 SHORT_QUERY = 4
@@ -35,6 +36,7 @@ def attend_brute(
     kv_cache: torch.Tensor,
     context: AttentionContext,
     params: AttentionParams,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition: write the new keys and values, then attend sequence by sequence, head by head.
 
@@ -44,6 +46,8 @@ def attend_brute(
         kv_cache: ``[2, N, B, HK, D]`` of this layer, written at ``context.slot_mapping``.
         context: the step.
         params: the layer's constants.
+        kv_scales: fp32 ``[2, HK]``, of the cache's keys and values (see `gapless.attention.kv_format`); None: they are
+            kept as they are.
 
     Returns:
         ``[T, HQ, D]`` in q's dtype, zeros for padding tokens. Computed in fp32, or in fp64 if q is.
@@ -51,12 +55,12 @@ def attend_brute(
     compute = torch.promote_types(q.dtype, torch.float32)
     starts = context.query_start_loc.tolist()  # sync-ok: cpu reference
     lengths = context.seq_lens.tolist()  # sync-ok: cpu reference
-    keys, values = kv_cache[0].flatten(0, 1), kv_cache[1].flatten(0, 1)
+    for flat, new, half in zip((c.flatten(0, 1) for c in kv_cache), (k, v), (0, 1), strict=True):
+        for token in range(starts[-1]):
+            flat[context.slot_mapping[token]] = encode(new[token], flat.dtype, scale_of(kv_scales, half))
+    keys, values = (decode(kv_cache[i].flatten(0, 1), compute, scale_of(kv_scales, i)) for i in (0, 1))
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
-    for token in range(starts[-1]):
-        keys[context.slot_mapping[token]] = k[token].to(keys.dtype)
-        values[context.slot_mapping[token]] = v[token].to(values.dtype)
     for s, length in enumerate(lengths):
         table = context.block_tables[context.rows[s].long()].long()
         for token in range(starts[s], starts[s + 1]):
@@ -65,13 +69,13 @@ def attend_brute(
             seen = torch.arange(first, position + 1, device=q.device)
             places = table[seen // context.block_size] * context.block_size + seen % context.block_size
             for head in range(q.shape[1]):
-                scores = (keys[places, head // group].to(compute) @ q[token, head].to(compute)) * params.scale
+                scores = (keys[places, head // group] @ q[token, head].to(compute)) * params.scale
                 if params.softcap is not None:
                     scores = params.softcap * torch.tanh(scores / params.softcap)
                 if params.sinks is not None:  # takes part in the sum, has no value
                     scores = torch.cat([scores, params.sinks[head].to(compute).view(1)])
                 weights = torch.softmax(scores, dim=0)[: len(seen)]
-                out[token, head] = (weights @ values[places, head // group].to(compute)).to(q.dtype)
+                out[token, head] = (weights @ values[places, head // group]).to(q.dtype)
     return out
 
 
@@ -82,23 +86,25 @@ def attend(
     kv_cache: torch.Tensor,
     context: AttentionContext,
     params: AttentionParams,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The quick CPU form of `attend_brute`: same arguments, same result up to rounding."""
     step = _step_of(context)
     num_kv_heads, real = k.shape[1], step.num_tokens
     keys = kv_cache[0].view(-1, num_kv_heads, k.shape[2])  # [N * B, HK, D]
     values = kv_cache[1].view(-1, num_kv_heads, v.shape[2])
-    keys.index_copy_(0, step.slots, k[:real].to(keys.dtype))  # padding tokens are not worth a write
-    values.index_copy_(0, step.slots, v[:real].to(values.dtype))
+    put(keys, step.slots, k[:real], scale_of(kv_scales, 0))  # padding tokens are not worth a write
+    put(values, step.slots, v[:real], scale_of(kv_scales, 1))
 
     if len(step.row_tokens) == len(q):  # decode: every token is a row, nothing to place
-        return attend_rows(q, keys, values, context, step.rows, params)
+        return attend_rows(q, keys, values, context, step.rows, params, kv_scales)
     out = torch.zeros_like(q)
     if len(step.row_tokens):
-        part = attend_rows(q.index_select(0, step.row_tokens), keys, values, context, step.rows, params)
+        part = attend_rows(q.index_select(0, step.row_tokens), keys, values, context, step.rows, params, kv_scales)
         out.index_copy_(0, step.row_tokens, part)
     for sequence in step.long:
-        out[sequence.start : sequence.stop] = _attend_long(q, k, v, keys, values, context, sequence, params)
+        past_k, past_v = _past(k, v, keys, values, context, sequence, params.window, kv_scales, q.dtype)
+        out[sequence.start : sequence.stop] = _attend_long(q, past_k, past_v, context, sequence, params)
     return out
 
 
@@ -168,28 +174,47 @@ def _read_step(context: AttentionContext) -> _Step:
     )
 
 
-def _attend_long(
-    q: torch.Tensor,
+def _first_seen(sequence: _Long, window: int | None) -> int:
+    """The first position that one of its new tokens sees."""
+    new = sequence.stop - sequence.start
+    return 0 if window is None else max(0, sequence.length - new + 1 - window)
+
+
+def _past(
     k: torch.Tensor,
     v: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     context: AttentionContext,
     sequence: _Long,
+    window: int | None,
+    kv_scales: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that a sequence with many new tokens sees, each ``[L, HK, D]`` in ``dtype``."""
+    start, stop, length = sequence.start, sequence.stop, sequence.length
+    first = _first_seen(sequence, window)
+    if first == 0 and stop - start == length and exact(k.dtype, keys, kv_scales):
+        return k[start:stop].to(dtype), v[start:stop].to(dtype)  # nothing in the cache: the new keys are all there is
+    places = _step_of(context).rows.places[sequence.s, first:length]
+    past_k, past_v = keys.index_select(0, places), values.index_select(0, places)
+    return decode(past_k, dtype, scale_of(kv_scales, 0)), decode(past_v, dtype, scale_of(kv_scales, 1))
+
+
+def _attend_long(
+    q: torch.Tensor,
+    past_k: torch.Tensor,
+    past_v: torch.Tensor,
+    context: AttentionContext,
+    sequence: _Long,
     params: AttentionParams,
 ) -> torch.Tensor:
     """One sequence -> ``[n, HQ, D]``: through SDPA or, with a soft cap or sinks, an explicit softmax."""
     start, stop, length = sequence.start, sequence.stop, sequence.length
-    new = stop - start
-    first = 0 if params.window is None else max(0, length - new + 1 - params.window)
-    if first == 0 and new == length:  # nothing in the cache: the new keys are all there is
-        past_k, past_v = k[start:stop], v[start:stop]
-    else:
-        places = _step_of(context).rows.places[sequence.s, first:length]
-        past_k, past_v = keys.index_select(0, places), values.index_select(0, places)
+    new, first = stop - start, _first_seen(sequence, params.window)
+    grouped = q.shape[1] != past_k.shape[1]
     query = q[start:stop].transpose(0, 1)[None]  # [1, HQ, n, D]
-    past_k, past_v = past_k.to(q.dtype).transpose(0, 1)[None], past_v.to(q.dtype).transpose(0, 1)[None]
-    grouped = q.shape[1] != keys.shape[1]
+    past_k, past_v = past_k.transpose(0, 1)[None], past_v.transpose(0, 1)[None]
     plain = params.softcap is None and params.sinks is None
     if plain and new == length and (params.window is None or params.window >= length):
         out = functional.scaled_dot_product_attention(

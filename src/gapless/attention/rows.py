@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.attention.kv_format import decode, scale_of
 
 GROUP_COST = 40000
 """Padded score elements that cost as much as one more group. Padding is cheap: it rereads cached lines."""
@@ -80,9 +81,10 @@ def attend_rows(
     context: AttentionContext,
     rows: Rows,
     params: AttentionParams,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of single query tokens: q ``[rows, HQ, D]``, keys, values ``[N * B, HK, D]`` -> as q."""
-    name = f"reference/{params.window}/{q.shape[1]}/{keys.shape[0]}/{keys.shape[1]}"
+    name = f"reference/{params.window}/{q.shape[1]}/{keys.shape[0]}/{keys.shape[1]}/{keys.dtype}"
     made = context.scratch.get(name)
     if made is None:
         made = context.scratch[name] = _make_groups(q, keys, rows, params.window)
@@ -92,8 +94,10 @@ def attend_rows(
     outs, first = [], 0
     for group in made.groups:
         part = q[first : first + group.num_rows]
-        form = _gathered if group.pairs is None else _in_place
-        outs.append(form(part, keys, values, group, params))
+        if group.pairs is not None and kv_scales is None:
+            outs.append(_in_place(part, keys, values, group, params))
+        else:
+            outs.append(_gathered(part, keys, values, group, params, kv_scales))
         first += group.num_rows
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if made.inverse is None else out.index_select(0, made.inverse)
@@ -182,16 +186,22 @@ def _in_place(
 
 
 def _gathered(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, params: AttentionParams
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: _Group,
+    params: AttentionParams,
+    kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same by gathering first, for dtypes and devices without the sparse kernels."""
+    """The same by gathering first, for dtypes, formats of the cache and devices without the sparse kernels."""
     rows, heads, size = q.shape
-    k, v = keys[group.places].transpose(1, 2), values[group.places].transpose(1, 2)  # [R, HK, L, D]
+    k = decode(keys[group.places], q.dtype, scale_of(kv_scales, 0)).transpose(1, 2)  # [R, HK, L, D]
+    v = decode(values[group.places], q.dtype, scale_of(kv_scales, 1)).transpose(1, 2)
     folded = q.reshape(rows, k.shape[1], -1, size)  # heads that share keys become the query length
     if params.softcap is None and params.sinks is None:
         mask = None if group.mask is None else group.mask[:, None].expand(-1, -1, folded.shape[2], -1)
         out = functional.scaled_dot_product_attention(
-            folded, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=params.scale
+            folded, k, v, attn_mask=mask, scale=params.scale
         )
         return out.reshape(rows, heads, -1)
     compute = torch.promote_types(q.dtype, torch.float32)

@@ -193,7 +193,7 @@ def _merge(part_ptr, lse_ptr, out_ptr, sinks_ptr, head, first, n, tok, q_len, r,
 @triton.jit(do_not_specialize=["table_row"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
-    scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row,
+    scales_ptr, scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, QMAX: tl.constexpr,
     MP: tl.constexpr, RB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, LAST: tl.constexpr,
@@ -219,6 +219,8 @@ def _decode_kernel(
     q_off = (tok.to(tl.int64) + r // G) * q_token + (head * G + r % G) * q_head
     q_mask = (r < q_len * G)[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_off[:, None] + d[None, :], mask=q_mask, other=0.0)
+    if scales_ptr is not None:
+        scale *= tl.load(scales_ptr + head)
     # A query token sees the positions below `limit`, which for the last one is the whole sequence.
     limit = seq_len - q_len + r // G + 1
 
@@ -260,6 +262,8 @@ def _decode_kernel(
         lsum = lsum * shrink + tl.sum(p, 1)
         m = top
 
+    if scales_ptr is not None:
+        acc *= tl.load(scales_ptr + HK + head)
     if n == 1:
         _finish(acc, m, lsum, r, head, tok, q_len, out_ptr, sinks_ptr, HK * G, G, D, DP)
     else:
@@ -354,6 +358,7 @@ def decode(
     out: torch.Tensor,
     max_query_len: int = 1,
     config: DecodeConfig | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Fill the rows of ``out`` whose sequences have 1 to ``max_query_len`` query tokens; leave the others
     alone.
@@ -376,7 +381,7 @@ def decode(
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _decode_kernel[(hk, w)](
         q, keys, kv_cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse,
-        out, params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
+        out, params.sinks, kv_scales, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
         keys.stride(1), keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=dp, B=b,
         QMAX=max_query_len, MP=max(16, rb), RB=rb, CHUNK=cfg.merged_at_once(rb, dp), BN=cfg.block_n,
         WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=cfg.last_arriver_merges, num_warps=cfg.warps,

@@ -95,7 +95,7 @@ def _attend_range(
 
 @triton.jit(do_not_specialize=["S", "T", "table_row"])
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, qsl_ptr, lens_ptr, rows_ptr, out_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, qsl_ptr, lens_ptr, rows_ptr, out_ptr, sinks_ptr, scales_ptr,
     S, T, scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row,
     SP: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
     TOK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr,
@@ -144,6 +144,8 @@ def _prefill_kernel(
     lsum = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DP), tl.float32)
     head_off = head * kv_head
+    if scales_ptr is not None:
+        scale *= tl.load(scales_ptr + head)
     lo = 0
     if WINDOW > 0:
         lo = tl.maximum(lowest + 1 - WINDOW, 0)
@@ -159,6 +161,8 @@ def _prefill_kernel(
         kv_token, D, DP, B, BN, WINDOW, SOFTCAP, True,
     )  # fmt: skip
 
+    if scales_ptr is not None:
+        acc *= tl.load(scales_ptr + HK + head)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head * G + r % G).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
@@ -184,6 +188,7 @@ def prefill(
     out: torch.Tensor,
     min_query_len: int = 1,
     config: PrefillConfig | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Fill the rows of sequences with ``min_query_len`` query tokens or more; zero those of padding."""
     total, hq, d = q.shape
@@ -198,7 +203,7 @@ def prefill(
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _prefill_kernel[(hk, total // tok + s + 1)](
         q, keys, kv_cache[1], context.block_tables, context.query_start_loc, context.seq_lens, context.rows,
-        out, params.sinks, s, total, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
+        out, params.sinks, kv_scales, s, total, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0),
         keys.stride(1), keys.stride(2), context.block_tables.stride(0),
         SP=max(64, triton.next_power_of_2(s + 1)), HK=hk, G=g, D=d, DP=max(16, triton.next_power_of_2(d)),
         B=b, TOK=tok, BM=bm, BN=cfg.block_n, MIN_QUERY=min_query_len, WINDOW=params.window or 0,

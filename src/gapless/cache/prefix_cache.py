@@ -22,14 +22,16 @@ from gapless.cache.block_tables import Hit, RowBlocks
 
 
 class PrefixCache:
-    """See the module. Disabled, it finds and publishes nothing."""
+    """See the module. Disabled, it finds and publishes nothing. ``root`` precedes the first block of every row: in
+    which formats keys and values are kept (`gapless.cache.spec.format_key`)."""
 
-    def __init__(self, rows: RowTable, blocks: RowBlocks, *, enabled: bool) -> None:
+    def __init__(self, rows: RowTable, blocks: RowBlocks, *, enabled: bool, root: bytes = ROOT) -> None:
         self._rows = rows
         self._blocks = blocks
         self._pools = blocks.pools
         self._size = rows.layout.block_size
         self.enabled = enabled
+        self._root = root
 
     def hit(self, row: int, most: int) -> Hit:
         """The longest prefix of the row's known tokens, of at most ``most`` blocks, after which every group could go
@@ -105,7 +107,7 @@ class PrefixCache:
         hashes = self._rows.hashes[row]
         if (have := len(hashes)) < count:
             contents = self._blocks_of_tokens(row, have, count)
-            hashes += block_keys(hashes[-1] if have else ROOT, contents, self._rows.cache_keys[row])
+            hashes += block_keys(hashes[-1] if have else self._root, contents, self._rows.cache_keys[row])
         return hashes
 
     def _blocks_of_tokens(self, row: int, first: int, end: int) -> list[bytes]:

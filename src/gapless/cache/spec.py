@@ -18,11 +18,22 @@ reader is not attention.
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
+COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
+"""What a model may compute in."""
+
+KV_FORMATS = {"fp8_e4m3": "float8_e4m3fn"}
+"""Names of formats in which keys and values may be kept whatever the model's dtype, and their dtypes."""
+
+Scales = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of a layer's keys and of its values, one for each KV head."""
 
 
 class KVKind(enum.Enum):
@@ -40,7 +51,8 @@ class KVSpec:
     """Shape of one layer's keys and values.
 
     ``window`` is the number of positions that a query sees, itself included (None: all of them). ``dtype`` is a
-    torch dtype name without ``torch.``.
+    torch dtype name without ``torch.``, ``scales`` what keys and values are divided by before they take it (None: by
+    nothing); see `gapless.attention.kv_format`.
     """
 
     num_kv_heads: int
@@ -48,6 +60,7 @@ class KVSpec:
     head_dim_v: int
     dtype: str
     window: int | None = None
+    scales: Scales | None = None
     paged: ClassVar[bool] = True
 
     @property
@@ -119,3 +132,17 @@ class StateSpec:
 
 LayerSpec = KVSpec | VectorSpec | StateSpec
 """Of any layer that keeps something."""
+
+
+def kept_as(specs: Iterable[LayerSpec], kv_format: str) -> tuple[LayerSpec, ...]:
+    """The same layers with keys and values in one of `KV_FORMATS`; convolutions, indexer keys and states stay."""
+    dtype = KV_FORMATS[kv_format]
+    return tuple(replace(spec, dtype=dtype) if isinstance(spec, KVSpec) else spec for spec in specs)
+
+
+def format_key(specs: Iterable[LayerSpec]) -> bytes:
+    """What tells a prefix in these formats from the same tokens in others; empty where all is in the model's dtype."""
+    formats = [(spec.dtype, spec.scales) if isinstance(spec, KVSpec) else None for spec in specs]
+    if not any(f is not None and (f[0] in KV_FORMATS.values() or f[1] is not None) for f in formats):
+        return b""
+    return hashlib.blake2b(repr(formats).encode(), digest_size=16, person=b"kv_format").digest()

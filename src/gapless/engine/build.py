@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gapless.batch.plan import COMBINATIONS
 from gapless.batch.row_layout import RowLayout
 from gapless.cache.groups import KVGroup, group_windows, kv_groups
 from gapless.cache.sizing import given_blocks, split_memory
-from gapless.cache.spec import KVSpec, StateSpec
+from gapless.cache.spec import KVSpec, LayerSpec, StateSpec, format_key, kept_as
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
@@ -202,14 +202,14 @@ def _build(
     runner = make_runner(num_blocks)
     if device.type == "cuda":
         _capture(runner, device, progress, config.pipeline_depth)
-    scheduler = Scheduler(config, layout, num_blocks)
+    scheduler = Scheduler(config, layout, num_blocks, prefix_root=format_key(specs))
     for group, pool in zip(groups, scheduler.blocks.pools, strict=True):
         tokens, size = pool.capacity * config.block_size, config.block_size * group.bytes_per_token
         kept = longest if group.window is None else group.window
         logger.info(
-            "KV cache%s: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
-            "" if group.window is None else f" of {len(group.layers)} layers with a window", tokens, pool.capacity,
-            config.block_size, pool.num_blocks * size / GIB, tokens / kept, kept,
+            "KV cache%s in %s: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
+            "" if group.window is None else f" of {len(group.layers)} layers with a window", _formats(specs, group),
+            tokens, pool.capacity, config.block_size, pool.num_blocks * size / GIB, tokens / kept, kept,
         )  # fmt: skip
     if state := sum(spec.bytes_per_row for spec in model.kv_specs if isinstance(spec, StateSpec)):
         logger.info("recurrent state: %.2f GiB for %d rows", layout.num_rows * state / GIB, config.max_num_seqs)
@@ -234,7 +234,34 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def _formats(specs: Sequence[LayerSpec], group: KVGroup) -> str:
+    """In what the group's layers keep the past."""
+    return " and ".join(sorted({specs[i].dtype for i in group.layers})) or "nothing"
+
+
 def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[CausalModel, Weights | None]:
+    """Loaded and compared with its own arithmetic; only then its cache takes the asked-for format, which rounds."""
+    model, weights = _load(source, config, device)
+    if config.kv_cache_dtype != "auto":
+        model.kv_specs = _kept_as(model, config.kv_cache_dtype, device, given=model is source)
+    return model, weights
+
+
+def _kept_as(model: CausalModel, kv_format: str, device: torch.device, *, given: bool) -> tuple[LayerSpec, ...]:
+    name = f"kv_cache_dtype={kv_format!r}"
+    if given:
+        raise ConfigError(f"{name}: {model.name} was given with kv_specs of its own, which say how its cache is kept")
+    if not any(isinstance(spec, KVSpec) for spec in model.kv_specs):
+        raise ConfigError(f"{name}: {model.name} has no layer that keeps keys and values. Leave it out")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"{name}: {torch.cuda.get_device_name(device)} cannot convert this format, as GPUs from compute "
+            "capability 8.9 can. Leave it out"
+        )
+    return kept_as(model.kv_specs, kv_format)
+
+
+def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[CausalModel, Weights | None]:
     if hasattr(source, "kv_specs"):
         ready: CausalModel = source
         return ready, None

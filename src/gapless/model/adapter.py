@@ -66,6 +66,7 @@ def _paged_attention(
         context.kv_caches[layer.index],
         context,
         layer.params,
+        context.scales_of(layer.index),
     )
     return out[None], None
 

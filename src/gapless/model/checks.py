@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gapless.attention.context import AttentionParams
-from gapless.cache.spec import DTYPE_BYTES, KVSpec
+from gapless.cache.spec import COMPUTE_DTYPES, KVSpec
 from gapless.errors import UnsupportedModelError
 from gapless.model.hybrid.replace import HYBRID_LAYER_TYPES
 
@@ -240,8 +240,8 @@ def _checked(kind: str, config: PreTrainedConfig, call: _Call, max_position: int
     if heads % kv_heads or call.key[2] != call.query[2]:
         raise UnsupportedModelError(f"{where}: {heads} query heads do not share {kv_heads} key heads evenly")
     dtype = str(call.dtype).removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise UnsupportedModelError(f"{where}: dtype {dtype} is not supported, only {_names(DTYPE_BYTES)}")
+    if dtype not in COMPUTE_DTYPES:
+        raise UnsupportedModelError(f"{where}: dtype {dtype} is not supported, only {_names(COMPUTE_DTYPES)}")
     window = _window_of_mask(where, config, call.mask, window, max_position)
     scale = size**-0.5 if call.scaling is None else float(call.scaling)
     params = AttentionParams(scale, window, None if softcap is None else float(softcap), sinks)

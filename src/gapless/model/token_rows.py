@@ -10,9 +10,10 @@ import torch
 from gapless.attention.context import AttentionContext, AttentionParams
 
 AttentionBackend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext, AttentionParams, torch.Tensor | None],
+    torch.Tensor,
 ]
-"""``(q [T, HQ, D], k, v [T, HK, D], kv_cache [2, N, B, HK, D], context, params) -> [T, HQ, D]``."""
+"""``(q [T, HQ, D], k, v [T, HK, D], kv_cache [2, N, B, HK, D], context, params, kv_scales [2, HK]) -> [T, HQ, D]``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,7 @@ class Graphs:
         def context_of(slot_mapping: torch.Tensor, block_tables: torch.Tensor) -> AttentionContext:
             return AttentionContext(
                 kv_caches=state.kv,
+                kv_scales=state.kv_scales,
                 slot_mapping=slot_mapping,
                 query_start_loc=step.query_start_loc,
                 seq_lens=indices.seq_lens,

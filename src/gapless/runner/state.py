@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gapless.attention.kv_format import kv_scales
 from gapless.batch.arena import arena_views
 from gapless.batch.row_layout import RowLayout
 from gapless.cache.groups import group_of
@@ -34,6 +35,7 @@ class State:
     Attributes:
         arena: the words of all rows.
         kv: a pool for each layer, by the model's ``kv_specs``; empty while they are given back.
+        kv_scales: of each layer, see `gapless.attention.kv_format`.
         group_of_layer: which block table each layer has.
         indices, logits: of the latest step.
         lora: the adapters, or None.
@@ -58,6 +60,7 @@ class State:
             group_of(spec.window, layout.windows) if spec.paged else 0 for spec in model.kv_specs
         )
         self.kv: list[torch.Tensor] = []
+        self.kv_scales = kv_scales(model.kv_specs, device.torch_device)
         self._take_kv()
         t, s, g = max_tokens, max_seqs, layout.num_groups
         ints = device.device_buffer(((2 + g) * t + 2 * s,), torch.int64, "indices")

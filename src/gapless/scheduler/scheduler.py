@@ -65,9 +65,12 @@ class Scheduler:
         config: of the engine.
         layout: of the persistent rows.
         num_blocks: blocks of each group's pool, the null blocks among them; one number if they are equal.
+        prefix_root: see `PrefixCache`.
     """
 
-    def __init__(self, config: EngineConfig, layout: RowLayout, num_blocks: int | Sequence[int]) -> None:
+    def __init__(
+        self, config: EngineConfig, layout: RowLayout, num_blocks: int | Sequence[int], *, prefix_root: bytes = b""
+    ) -> None:
         self.layout = layout
         self.rows = RowTable(layout)
         self.blocks = RowBlocks(self.rows, num_blocks)
@@ -80,7 +83,7 @@ class Scheduler:
         self._block_size = layout.block_size
         self._budget = config.max_num_batched_tokens
         self._max_updates = max_updates(config, layout)
-        self._prefixes = PrefixCache(self.rows, self.blocks, enabled=config.enable_prefix_caching)
+        self._prefixes = PrefixCache(self.rows, self.blocks, enabled=config.enable_prefix_caching, root=prefix_root)
         self.roster = Roster(self.rows, self.blocks, self._prefixes, self.stats)
         self._outbox = Outbox(self.rows)
         self._prefill = Prefill(

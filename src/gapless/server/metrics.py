@@ -350,6 +350,7 @@ class Metrics(Collector):
         options = front_end.ready.options
         names = (
             *("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth"),
+            *("kv_cache_dtype",),
             *("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         )
         labels = {**self._labels, **{n: str(options.get(n)) for n in names}}

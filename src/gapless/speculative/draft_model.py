@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from gapless.attention.context import AttentionContext
+from gapless.attention.kv_format import kv_scales
 from gapless.batch.plan import Feature
 from gapless.batch.row_layout import RowLayout, Word
 from gapless.cache.groups import group_of
@@ -66,6 +68,7 @@ class DraftModelProposer:
         self._logits = device.device_buffer((max_seqs, model.vocab_size), model.dtype, "draft_logits")
         self._tokens = device.device_buffer((max_seqs,), torch.int32, "draft_tokens")
         self._kv: list[torch.Tensor] = []
+        self._scales = kv_scales(model.kv_specs, model.device)
         self.take_pool()
 
     def take_pool(self) -> None:
@@ -124,6 +127,7 @@ class DraftModelProposer:
         context, *others = (
             AttentionContext(
                 kv_caches=self._kv,
+                kv_scales=self._scales,
                 slot_mapping=blocks[group] * size + at % size,
                 query_start_loc=every * new,
                 seq_lens=length.int(),
@@ -144,8 +148,10 @@ class DraftModelProposer:
 
     def follow(self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> None:
         """See `gapless.speculative.base.Proposer`: the cache is written, one row of logits is made for nothing."""
+        changes: dict[str, Any] = {"kv_caches": self._kv, "kv_scales": self._scales, "row_loras": None}
+        changes |= {"scratch": {}, "group_of_layer": (), "others": ()}
         own, *others = (
-            dataclasses.replace(part, kv_caches=self._kv, scratch={}, group_of_layer=(), others=(), row_loras=None)
+            dataclasses.replace(part, **changes)
             for part in (context, *context.others)
         )
         own.group_of_layer, own.others = self._group_of_layer, tuple(others)

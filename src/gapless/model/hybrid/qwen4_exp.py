@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from gapless.attention.context import AttentionParams
+from gapless.attention.kv_format import put, scale_of
 from gapless.cache.spec import KVSpec, StateSpec, VectorSpec
 from gapless.errors import UnsupportedModelError
 from gapless.model.hybrid.layer import HybridLayer, Operations, require_conv, require_parts
@@ -148,13 +149,14 @@ class SparseLayer(StreamsLayer):
         layer = self.layer
         mixer, place = layer.self_attn, self.places[0]
         size, context, cache = mixer.head_dim, step.context.of(place), step.context.kv_caches[place]
+        scales = step.context.scales_of(place)
         cos, sin = (part[0] for part in kwargs["position_embeddings"])
         q, gate = mixer.q_proj(x).view(len(x), -1, 2 * size).chunk(2, -1)
         q = rotate(mixer.q_norm(q), cos, sin)
         k = rotate(mixer.k_norm(mixer.k_proj(x).view(len(x), -1, size)), cos, sin)
         v = mixer.v_proj(x).view(len(x), -1, size)
         if self.plain:
-            out = step.attend(q, k, v, cache, context, AttentionParams(self.params.scale))
+            out = step.attend(q, k, v, cache, context, AttentionParams(self.params.scale), scales)
         else:
             out = self._sparse(x, q, k, v, step, cos, sin)
         result: torch.Tensor = mixer.o_proj(out.reshape(len(x), -1) * gate.reshape(len(x), -1).sigmoid())
@@ -184,17 +186,19 @@ class SparseLayer(StreamsLayer):
         write_index_keys(
             index_k, index_cache, own.block_tables, own.slot_mapping, step.token_rows, positions, params.ratio, finish
         )
-        for half, value in zip(cache, (k, v), strict=True):
-            half.view(-1, *half.shape[2:]).index_copy_(0, own.slot_mapping, value.to(half.dtype))
+        scales = step.context.scales_of(place)
+        for i, value in enumerate((k, v)):
+            put(cache[i].view(-1, *cache.shape[3:]), own.slot_mapping, value, scale_of(scales, i))
         if self.operations.on_gpu:
             from gapless.model.parts import sparse_attention_triton
 
             return sparse_attention_triton.sparse_attend(
-                q, index_q, cache, index_cache, own.block_tables, step.token_rows, positions, params
+                q, index_q, cache, index_cache, own.block_tables, step.token_rows, positions, params, scales
             )
         return sparse_attend(
-            q, index_q, cache, index_cache, own.block_tables, own.query_start_loc, own.seq_lens, own.rows, params
-        )
+            q, index_q, cache, index_cache, own.block_tables, own.query_start_loc, own.seq_lens, own.rows, params,
+            scales,
+        )  # fmt: skip
 
     def _block_starts(self, x: torch.Tensor, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the place where a block that ends at each token begins; the same for all layers."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from gapless.attention.kv_format import put, scale_of
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
     """Root-mean-square norm over the last dimension.
@@ -55,6 +57,7 @@ def rope_qk_norm_kv_write(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     offset: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """From the merged projection to the query: split, norm q and k, rotate, store k and v in the cache.
 
@@ -72,6 +75,7 @@ def rope_qk_norm_kv_write(
         k_norm_weight: ``[D]``, or None.
         eps: of the norms.
         offset: of the norms.
+        kv_scales: fp32 ``[2, HK]``, of the cache's keys and values; None: they are kept as they are.
 
     Returns:
         The queries ``[T, HQ, D]``, contiguous.
@@ -84,10 +88,9 @@ def rope_qk_norm_kv_write(
     if k_norm_weight is not None:
         k = rms_norm(k, k_norm_weight, eps, offset)
     c, s = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
-    block_size = kv_cache.shape[2]
-    block, place = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[0].index_put_((block, place), _rotate(k, c, s).to(kv_cache.dtype))
-    kv_cache[1].index_put_((block, place), v.to(kv_cache.dtype))
+    for i, x in enumerate((_rotate(k, c, s), v)):
+        half = kv_cache[i].view(-1, num_kv_heads, size)
+        put(half, slot_mapping, x, scale_of(kv_scales, i))
     return _rotate(q, c, s).contiguous()
 
 

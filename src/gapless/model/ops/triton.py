@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gapless.attention.kv_format_triton import encode
+
 _HEADS = 8
 
 
@@ -66,6 +68,7 @@ def _rope_kernel(
     q_weight_ptr,
     k_weight_ptr,
     cache_ptr,
+    scales_ptr,
     slot_ptr,
     out_ptr,
     qkv_stride,
@@ -153,14 +156,14 @@ def _rope_kernel(
     else:
         place = (slot // BLOCK_SIZE) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_token
         place += is_v.to(tl.int64) * cache_stride_kv
-        stored: tl.constexpr = cache_ptr.dtype.element_ty
+        kept: tl.constexpr = cache_ptr.dtype.element_ty
         cached = cache_ptr + place + head * cache_stride_head + column
-        tl.store(cached, a.to(stored), mask=inside)
-        tl.store(cached + HALF, b.to(stored), mask=inside)
+        of_scale = head + is_v.to(tl.int32) * HK
+        tl.store(cached, encode(a, kept, scales_ptr, of_scale, head < heads), mask=inside)
+        tl.store(cached + HALF, encode(b, kept, scales_ptr, of_scale, head < heads), mask=inside)
         if REST_BLOCK > 0:
-            tl.store(
-                cache_ptr + place + head * cache_stride_head + rest_column, rest.to(stored), mask=rest_inside
-            )
+            rest = encode(rest, kept, scales_ptr, of_scale, head < heads)
+            tl.store(cache_ptr + place + head * cache_stride_head + rest_column, rest, mask=rest_inside)
 
 
 @triton.jit
@@ -243,6 +246,7 @@ def rope_qk_norm_kv_write(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     offset: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``ops_reference.rope_qk_norm_kv_write``.
 
@@ -266,6 +270,7 @@ def rope_qk_norm_kv_write(
             qkv if q_norm_weight is None else q_norm_weight,
             qkv if k_norm_weight is None else k_norm_weight,
             kv_cache,
+            kv_scales,
             slot_mapping,
             out,
             qkv.stride(0),

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from gapless.attention.kv_format import decode, scale_of
 from gapless.model.parts.short_conv import places_of, write_vectors
 
 
@@ -86,6 +87,7 @@ def sparse_attend(
     seq_lens: torch.Tensor,
     rows: torch.Tensor,
     params: SparseParams,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from tokens whose keys, values and index keys are in the caches.
 
@@ -97,6 +99,7 @@ def sparse_attend(
         block_tables: ``[R, P]``.
         query_start_loc, seq_lens, rows: of the step.
         params: the layer's constants.
+        kv_scales: fp32 ``[2, HK]``, of the cache's keys and values, or None.
 
     Returns:
         ``[T, HQ, D]``, zeros for padding.
@@ -128,7 +131,10 @@ def sparse_attend(
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
             chosen = functional.pad(chosen.repeat_interleave(ratio, 1), (0, length - num_blocks * ratio))
             seen = seen & (chosen | (at >= complete * ratio))
-        keys, values = (cache.flatten(0, 1).index_select(0, places).to(q.dtype) for cache in kv_cache)
+        keys, values = (
+            decode(half.flatten(0, 1).index_select(0, places), q.dtype, scale_of(kv_scales, i))
+            for i, half in enumerate(kv_cache)
+        )
         part = functional.scaled_dot_product_attention(
             q[new].transpose(0, 1)[None],
             keys.transpose(0, 1)[None],

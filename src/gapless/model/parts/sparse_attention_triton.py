@@ -48,8 +48,8 @@ def _score_kernel(
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, kv_ptr, tables_ptr, rows_ptr, positions_ptr, best_ptr, out_ptr, scale, q_token, table_stride, values_at,
-    best_stride, K: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
+    q_ptr, kv_ptr, tables_ptr, rows_ptr, positions_ptr, best_ptr, out_ptr, scales_ptr, scale, q_token, table_stride,
+    values_at, best_stride, K: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -64,6 +64,8 @@ def _attend_kernel(
     d = tl.arange(0, BD)
     in_h = (h[:, None] < group) & (d[None, :] < D)
     q = tl.load(q_ptr + t * q_token + (head * group + h[:, None]) * D + d[None, :], mask=in_h, other=0.0)
+    if scales_ptr is not None:
+        scale *= tl.load(scales_ptr + head)
     best = tl.full((BH,), float("-inf"), tl.float32)
     total = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, BD), tl.float32)
@@ -84,8 +86,10 @@ def _attend_kernel(
             kv_ptr + values_at + place[:, None] + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0
         )
         total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        acc = acc * fade[:, None] + tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
         best = new
+    if scales_ptr is not None:
+        acc *= tl.load(scales_ptr + HK + head)
     out = acc / total[:, None]
     to = out_ptr + (t * HQ + head * group + h[:, None]) * D + d[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=in_h)
@@ -123,6 +127,7 @@ def sparse_attend(
     rows: torch.Tensor,
     positions: torch.Tensor,
     params: SparseParams,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `gapless.model.parts.sparse_attention.sparse_attend`, by each token's row and position. ``[T, HQ, D]``.
 
@@ -138,8 +143,9 @@ def sparse_attend(
     kv_heads = kv_cache.shape[3]
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
     _attend_kernel[(tokens, kv_heads)](
-        q, kv_cache, block_tables, rows, positions, best, out, params.scale, q.stride(0), block_tables.stride(0),
-        kv_cache.stride(0), best.stride(0), K=best.shape[1], HQ=heads, HK=kv_heads, D=size, B=kv_cache.shape[2],
+        q, kv_cache, block_tables, rows, positions, best, out, kv_scales, params.scale, q.stride(0),
+        block_tables.stride(0), kv_cache.stride(0), best.stride(0), K=best.shape[1],
+        HQ=heads, HK=kv_heads, D=size, B=kv_cache.shape[2],
         C=params.ratio, BH=max(16, triton.next_power_of_2(heads // kv_heads)),
         BD=max(16, triton.next_power_of_2(size)), TILE=TILE, num_warps=4,
     )  # fmt: skip

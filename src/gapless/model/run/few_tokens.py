@@ -29,7 +29,11 @@ from gapless.model.products.choice import Chooser, Product, bucket
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.few_tokens import Stream, embed, glu, plain, residual
 
-AttendCached = Callable[[torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor]
+AttendCached = Callable[
+    [torch.Tensor, torch.Tensor, AttentionContext, AttentionParams, torch.Tensor | None], torch.Tensor
+]
+KV = tuple[torch.Tensor, torch.Tensor | None]
+"""A layer's cache and its scales."""
 
 
 class Layer(Protocol):
@@ -149,7 +153,8 @@ class SmallBatch:
         stream = embed(input_ids, self._embedding, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
             ahead = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
-            stream = self.layer(layer, stream, ahead, positions, context.of(i), context.kv_caches[i], configs)
+            kv = context.kv_caches[i], context.scales_of(i)
+            stream = self.layer(layer, stream, ahead, positions, context.of(i), kv, configs)
         if logits_index is not None:  # an ordinary launch: it begins after all before it, and all after it begins later
             squares = None if stream.squares is None else stream.squares.index_select(0, logits_index)
             stream = Stream(
@@ -170,7 +175,7 @@ class SmallBatch:
         ahead: torch.Tensor,
         positions: torch.Tensor,
         context: AttentionContext,
-        cache: torch.Tensor,
+        kv: KV,
         configs: dict[str, GemmConfig | None],
     ) -> Stream:
         """One layer; ``ahead`` is the weight of the norm that follows it."""
@@ -181,7 +186,7 @@ class SmallBatch:
         else:
             qkv = plain(stream.x, layer.qkv, config, space, bias=layer.qkv_bias, squares=stream.squares,
                         eps=self._eps, pdl=pdl)  # fmt: skip
-        heads = self._attention(qkv, layer, positions, context, cache)
+        heads = self._attention(qkv, layer, positions, context, kv)
         stream = self._add(heads.flatten(1), layer.out, layer.out_bias, stream.residual, layer.mlp_norm, configs["out"])
         config = configs["gate_up"]
         if config is None:
@@ -211,19 +216,20 @@ class SmallBatch:
         return ops_triton.rms_norm(stream.residual, norm, self._eps)
 
     def _attention(
-        self, qkv: torch.Tensor, layer: Layer, positions: torch.Tensor, context: AttentionContext, cache: torch.Tensor
+        self, qkv: torch.Tensor, layer: Layer, positions: torch.Tensor, context: AttentionContext, kv: KV
     ) -> torch.Tensor:
+        cache, scales = kv
         pdl = self._pdl if self._early_attention else OFF
         rows = layer.num_heads // cache.shape[3] * (context.max_query_len or 1)
         if pdl == OFF or rows > MAX_DECODE_ROWS:
             q = ops_triton.rope_qk_norm_kv_write(
                 qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads, cache.shape[3],
-                layer.q_norm, layer.k_norm, self._eps,
+                layer.q_norm, layer.k_norm, self._eps, kv_scales=scales,
             )  # fmt: skip
-            return self._attend(q, cache, context, layer.attention)
+            return self._attend(q, cache, context, layer.attention, scales)
         q = early_rope(qkv, positions, self._cos, self._sin, cache, context.slot_mapping, layer.num_heads,
-                       layer.q_norm, layer.k_norm, self._eps, pdl)  # fmt: skip
-        return early_attend(q, cache, context, layer.attention, pdl)
+                       layer.q_norm, layer.k_norm, self._eps, pdl, scales)  # fmt: skip
+        return early_attend(q, cache, context, layer.attention, pdl, scales)
 
 
 # ---- the kernels of other modules, behind a wait -----------------------------------------------------------------
@@ -231,7 +237,7 @@ class SmallBatch:
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_ptr"])
 def _early_rope_kernel(
-    qkv_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slot_ptr, out_ptr,
+    qkv_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, scales_ptr, slot_ptr, out_ptr,
     qkv_stride, cos_stride, sin_stride, cache_stride_kv, cache_stride_block, cache_stride_token, cache_stride_head,
     eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF_BLOCK: tl.constexpr,
@@ -240,7 +246,7 @@ def _early_rope_kernel(
 ):  # fmt: skip
     depend(PDL)
     _rope_kernel(
-        qkv_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slot_ptr, out_ptr,
+        qkv_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, scales_ptr, slot_ptr, out_ptr,
         qkv_stride, cos_stride, sin_stride, cache_stride_kv, cache_stride_block, cache_stride_token,
         cache_stride_head, eps, HQ, HK, D, HALF, BLOCK_SIZE, HALF_BLOCK, REST_BLOCK, HEADS, NORM, OFFSET,
     )  # fmt: skip
@@ -249,7 +255,7 @@ def _early_rope_kernel(
 @triton.jit(do_not_specialize=["table_row"])
 def _early_decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
-    scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row, HK: tl.constexpr,
+    scales_ptr, scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row, HK: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     B: tl.constexpr, QMAX: tl.constexpr, MP: tl.constexpr,
     RB: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr,
@@ -259,8 +265,8 @@ def _early_decode_kernel(
     depend(PDL)  # before the programs without an item leave, see the rule
     _decode_kernel(
         q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, first_ptr, counters_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
-        scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row, HK, G, D, DP, B, QMAX, MP, RB,
-        CHUNK, BN, WINDOW, SOFTCAP, LAST,
+        scales_ptr, scale, softcap, q_token, q_head, kv_block, kv_token, kv_head, table_row, HK, G, D, DP, B, QMAX, MP,
+        RB, CHUNK, BN, WINDOW, SOFTCAP, LAST,
     )  # fmt: skip
 
 
@@ -276,6 +282,7 @@ def early_rope(
     k_norm: torch.Tensor | None,
     eps: float,
     pdl: int,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gapless.model.ops.triton.rope_qk_norm_kv_write`, launched early."""
     tokens, kv_heads, size, half = qkv.shape[0], cache.shape[3], cache.shape[4], cos.shape[1] // 2
@@ -284,9 +291,9 @@ def early_rope(
     parts = triton.cdiv(heads, each) + 2 * triton.cdiv(kv_heads, each)
     rest = size - 2 * half
     _early_rope_kernel[(tokens, parts)](
-        qkv, positions, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cache, slots,
-        out, qkv.stride(0), cos.stride(0), sin.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
-        cache.stride(3), eps, HQ=heads, HK=kv_heads, D=size, HALF=half, BLOCK_SIZE=cache.shape[2],
+        qkv, positions, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cache,
+        kv_scales, slots, out, qkv.stride(0), cos.stride(0), sin.stride(0), cache.stride(0), cache.stride(1),
+        cache.stride(2), cache.stride(3), eps, HQ=heads, HK=kv_heads, D=size, HALF=half, BLOCK_SIZE=cache.shape[2],
         HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(rest) if rest else 0, HEADS=each,
         NORM=q_norm is not None, OFFSET=False, PDL=pdl, num_warps=2, launch_pdl=True,
     )  # fmt: skip
@@ -294,7 +301,12 @@ def early_rope(
 
 
 def early_attend(
-    q: torch.Tensor, cache: torch.Tensor, context: AttentionContext, params: AttentionParams, pdl: int
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    context: AttentionContext,
+    params: AttentionParams,
+    pdl: int,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gapless.attention.triton_decode.decode` of all sequences, launched early.
 
@@ -318,7 +330,7 @@ def early_attend(
     scale = params.scale / softcap if softcap else params.scale * LOG2E.value
     _early_decode_kernel[(hk, w)](
         q, keys, cache[1], context.block_tables, plan.items, plan.first, plan.counters, part, lse, out,
-        params.sinks, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
+        params.sinks, kv_scales, scale, softcap * LOG2E.value, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
         keys.stride(2), context.block_tables.stride(0), HK=hk, G=g, D=d, DP=padded, B=block, QMAX=most,
         MP=max(16, rows), RB=rows, CHUNK=config.merged_at_once(rows, padded), BN=config.block_n,
         WINDOW=params.window or 0, SOFTCAP=bool(softcap), LAST=True, PDL=pdl, num_warps=config.warps,

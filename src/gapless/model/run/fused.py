@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-AttendCached = Callable[[torch.Tensor, torch.Tensor, AttentionContext, AttentionParams], torch.Tensor]
+AttendCached = Callable[
+    [torch.Tensor, torch.Tensor, AttentionContext, AttentionParams, torch.Tensor | None], torch.Tensor
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +196,10 @@ class FusedDecoder:
                 x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
             site = i * SITES
             qkv = linear(x, layer.qkv, layer.qkv_bias, site)
-            cache, own = context.kv_caches[i], context.of(i)
+            cache, scales, own = context.kv_caches[i], context.scales_of(i), context.of(i)
             q = ops.rope_qk_norm_kv_write(
                 qkv, positions, self._cos, self._sin, cache, own.slot_mapping, layer.num_heads, cache.shape[3],
-                layer.q_norm, layer.k_norm, eps,
+                layer.q_norm, layer.k_norm, eps, kv_scales=scales,
             )  # fmt: skip
             if layer is self._layers[-1] and not all_asked:
                 # Of the last layer only the cache is for all tokens; the rest is for those whose logits are asked.
@@ -205,7 +207,7 @@ class FusedDecoder:
                 own = _ends_only(own)
                 if tokens is not None and self.bank is not None:
                     tokens = self.bank.tokens(own, len(logits_index))
-            heads = self._attend(q, cache, own, layer.attention)
+            heads = self._attend(q, cache, own, layer.attention, scales)
             x = linear(heads.flatten(1), layer.out, layer.out_bias, site + 1)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             act = self.gated(x, layer.gate_up) if self.gated is not None and tokens is None else None
