@@ -19,13 +19,11 @@ import numpy as np
 import torch
 
 from drafts import REFERENCE, OracleProposer
-from fast_kernels import KERNELS, FastHashModel, FastWindowModel
 from gapless.batch.plan import Feature, StepPlan
 from gapless.batch.row_layout import NULL_BLOCK, RowLayout, Word
 from gapless.batch.row_params import request_updates
 from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
-from gapless.device.simulated import SimulatedDevice
 from gapless.engine.engine import Engine, StepResult
 from gapless.request.messages import Finished, StepMessage
 from gapless.request.outputs import FinishReason
@@ -37,9 +35,11 @@ from gapless.sampling.reference import sample
 from gapless.scheduler.scheduler import Scheduler
 from gapless.speculative.base import Speculation
 from gapless.speculative_config import SpeculativeConfig
-from gapless.verify.choosers import RandomChooser
 from grammars import allowed
-from hash_model import HashModel
+from proof.choosers import RandomChooser
+from proof.fast_kernels import KERNELS, FastHashModel, FastWindowModel
+from proof.hash_model import HashModel
+from proof.simulated import SimulatedDevice
 
 VOCAB = 61
 BAD = 60

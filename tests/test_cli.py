@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gapless import EngineConfig, SamplingParams
-from gapless.cli import COMMANDS, main
+from gapless.cli import COMMANDS, ELSEWHERE, main
 from gapless.cli.generate import add_arguments
 from gapless.cli.options import attribute_docs, given, option_name
 from gapless.cli.parser import Parser, UsageError
@@ -57,6 +57,18 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         if name == "generate":
             assert "--max-tokens" in text
             assert "--no-enforce-eager" in text
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_not_installed_says_where_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 2
+    told = capsys.readouterr().err
+    assert f"`{ELSEWHERE[name]}` in a checkout" in told
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, *ELSEWHERE[name].split()[1:], "--help"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith(f"usage: {ELSEWHERE[name]}"), done.stderr
 
 
 @pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])

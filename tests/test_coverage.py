@@ -1,4 +1,4 @@
-"""The command ``gapless coverage`` and the document that it writes."""
+"""The command ``tools/coverage.py`` and the document that it writes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from architectures import compare
+from architectures.compare import Outcome, outcome
+from architectures.small import NotSmall, small_config, small_model
+from architectures.table import MAIN, between, parse, render, replaced
 from gapless import LLM
 from gapless.attention import reference
-from gapless.cli import main
-from gapless.coverage import command, compare
-from gapless.coverage.compare import Outcome, outcome
-from gapless.coverage.small import NotSmall, small_config, small_model
-from gapless.coverage.table import MAIN, between, parse, render, replaced
+from gapless.cli import script
 from gapless.model.adapter import TransformersModel
+from tools import coverage as command
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "models.md").read_text("utf-8")
 
@@ -81,7 +82,7 @@ def test_a_type_that_hangs_or_dies_takes_nothing_with_it(monkeypatch: pytest.Mon
     assert [o.result for o in found] == ["not small", "equal", "no end", "equal"]
 
 
-def _faulty(pipe) -> None:  # type: ignore[no-untyped-def]
+def _faulty(pipe, device) -> None:  # type: ignore[no-untyped-def]
     pipe.send("ready")
     while True:
         name = pipe.recv()
@@ -98,11 +99,12 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     for arguments, told in (
         (["gema2"], "unknown model type 'gema2'. Did you mean 'gemma2'"),
         (["--write", "x"], "--write needs --all"),
+        (["--all", "--write", "x", "--device", "cuda"], "--write goes with --device cpu"),
         (["--all", "llama"], "--all leaves nothing to name"),
         (["--seconds", "0"], "above 0"),
         (["--all", "--write", str(page)], "lacks the marks"),
     ):
-        assert main(["coverage", *arguments]) in (1, 2)
+        assert script("coverage", command, arguments) in (1, 2)
         assert told in capsys.readouterr().err
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+import rooms
 
-import rooms  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 SOURCE = ROOT / "src" / "gapless"
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}

@@ -13,7 +13,7 @@ from gapless.batch.row_table import RowTable
 from gapless.cache.block_tables import RowBlocks
 from gapless.scheduler.drafting import LONGEST_PAUSE, Drafting
 from gapless.speculative_config import SpeculativeConfig
-from harness import make_request
+from proof.harness import make_request
 
 WIDTH = 4
 

@@ -9,8 +9,8 @@ import torch
 
 from gapless.device.cpu import CpuDevice
 from gapless.runner.kernels import reference_kernels
-from simulated_runs import Workload, agrees, random_workload, run_on
-from small_workloads import BY_NAME
+from proof.simulated_runs import Workload, agrees, random_workload, run_on
+from proof.small_workloads import BY_NAME
 
 SEEDS = int(os.environ.get("GAPLESS_FUZZ_SEEDS", "80"))
 CHUNKS = 8

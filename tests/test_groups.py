@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fast_kernels import FastWindowModel
 from gapless.batch.plan import StepPlan
 from gapless.batch.row_layout import NULL_BLOCK, RowLayout
 from gapless.cache.groups import blocks_spanned, group_of, group_windows, kv_groups, longest_chunk
@@ -23,7 +22,8 @@ from gapless.device.cpu import CpuDevice
 from gapless.errors import RequestError
 from gapless.request.outputs import FinishReason
 from gapless.scheduler.scheduler import Scheduler
-from harness import Job, SteppedEngine, make_parts, make_request, random_jobs, run_jobs
+from proof.fast_kernels import FastWindowModel
+from proof.harness import Job, SteppedEngine, make_parts, make_request, random_jobs, run_jobs
 
 SIZE = 8
 BOTH = FastWindowModel((None, 10))

@@ -12,8 +12,8 @@ from gapless import LLM, SamplingParams
 from gapless.errors import ConfigError
 from gapless.model.adapter import TransformersModel
 from gapless.speculative_config import SpeculativeConfig
-from harness import Job, Outcome, run_jobs
 from models import HYBRID_KINDS, VOCAB_SIZE
+from proof.harness import Job, Outcome, run_jobs
 from test_hybrid_engine import assert_greedy, own, some_jobs
 
 MOST = 3

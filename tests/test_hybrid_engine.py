@@ -19,8 +19,8 @@ from gapless import LLM, SamplingParams
 from gapless.errors import ConfigError
 from gapless.model.adapter import TransformersModel
 from gapless.model.load.loading import load_model, move_but_tables
-from harness import Job, Outcome, make_request, run_jobs
 from models import HYBRID_KINDS, VOCAB_SIZE, tiny, tiny_config
+from proof.harness import Job, Outcome, make_request, run_jobs
 
 EOS = 1
 each_kind = pytest.mark.parametrize("kind", HYBRID_KINDS)

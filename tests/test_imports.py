@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src"
-sys.path.insert(0, str(SOURCE.parent / "tools"))
+from rooms import FLOOR_OF, INSIDE, NEEDS_TORCH, PLANS
 
-from rooms import FLOOR_OF, INSIDE, NEEDS_TORCH, PLANS  # noqa: E402
+SOURCE = Path(__file__).parent.parent / "src"
 
 
 def modules() -> list[Path]:

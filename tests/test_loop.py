@@ -9,8 +9,8 @@ import pytest
 
 from gapless.device.cpu import CpuDevice
 from gapless.engine.engine import Engine
-from harness import Job, make_parts, make_request, random_jobs, random_options, run_jobs
-from hash_model import EOS, HashModel
+from proof.harness import Job, make_parts, make_request, random_jobs, random_options, run_jobs
+from proof.hash_model import EOS, HashModel
 
 
 def greedy(model: HashModel, job: Job) -> list[int]:

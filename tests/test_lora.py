@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from engines import check_idle, gated, wait_until
 from gapless import LLM, AdapterError, AsyncLLM, ConfigError, RequestError, SamplingParams
 from gapless.errors import EngineClosedError
-from hash_model import HashModel
 from models import VOCAB_SIZE, tiny
+from proof.hash_model import HashModel
 
 peft_adapters = pytest.importorskip("peft_adapters", reason="peft is not installed")
 from peft_adapters import KINDS, A, Kind, Oracle, save  # noqa: E402
@@ -237,7 +237,7 @@ def test_nothing_undeclared_is_touched(llama: Setting, debug: bool, delays: int 
     from gapless.model.adapter import TransformersModel
     from gapless.request.request import LoraRef, cache_key
     from gapless.runner.shapes import graph_shapes
-    from harness import Job, SteppedEngine, make_parts, make_request
+    from proof.harness import Job, SteppedEngine, make_parts, make_request
 
     model = TransformersModel(llama.model)
     ops: types.ModuleType = reference

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gapless.device.simulated import SimulatedDevice
-from gapless.verify.choosers import RandomChooser
-from mutations import FAULTS, Edit, Fault, applied
-from simulated_runs import agrees, random_workload, run_on
-from verification_tables import RUNS, WORKLOADS, _small, fault_row, in_document
+from proof.choosers import RandomChooser
+from proof.mutations import FAULTS, Edit, Fault, applied
+from proof.simulated import SimulatedDevice
+from proof.simulated_runs import agrees, random_workload, run_on
+from proof.verification_tables import RUNS, WORKLOADS, _small, fault_row, in_document
 
 REAL = [fault for fault in FAULTS if not fault.harmless]
 HARMLESS = [fault for fault in FAULTS if fault.harmless]
@@ -18,7 +18,7 @@ HARMLESS = [fault for fault in FAULTS if fault.harmless]
 def test_a_fault_is_caught_as_the_document_says(fault: Fault) -> None:
     row = fault_row(fault)
     assert "NOT CAUGHT" not in row
-    assert row in in_document("faults"), "run tests/verification_tables.py --write"
+    assert row in in_document("faults"), "run python -m proof.verification_tables --write"
 
 
 @pytest.mark.parametrize("fault", HARMLESS, ids=lambda f: f.name)
@@ -32,7 +32,7 @@ def test_a_harmless_fault_is_never_seen(fault: Fault) -> None:
             run = workload.but(kernels=kernels) if kernels else workload
             for depth in (2, 3):
                 assert agrees(workload, run_on(SimulatedDevice(RandomChooser(seed)), run, depth)), (seed, depth)
-    assert fault_row(fault) in in_document("faults"), "run tests/verification_tables.py --write"
+    assert fault_row(fault) in in_document("faults"), "run python -m proof.verification_tables --write"
 
 
 def test_the_document_lists_these_faults_and_no_others() -> None:

@@ -20,9 +20,9 @@ from gapless import LLM, AsyncLLM, ConfigError, EngineClosedError, EngineDeadErr
 from gapless.device.cpu import CpuDevice
 from gapless.request.outputs import FinishReason
 from gapless.runner.keys import Key
-from harness import make_parts, make_request
-from hash_model import HashModel
 from models import tiny
+from proof.harness import make_parts, make_request
+from proof.hash_model import HashModel
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -17,8 +17,8 @@ import torch
 
 from engines import check_idle, options
 from gapless import LLM, SamplingParams
-from harness import Job, make_request, run_jobs
-from hash_model import EOS, HashModel
+from proof.harness import Job, make_request, run_jobs
+from proof.hash_model import EOS, HashModel
 from test_loop import greedy
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gapless.cli import main
-from gapless.device.operations import Operation
-from gapless.device.simulated import SimulatedDevice
-from gapless.verify.planning import BEFORE_LAUNCH, Times, predict
-from harness import Job, make_request
-from simulated_runs import Workload, prompt, run_on
+from gapless.cli import script
+from proof import simulate
+from proof.harness import Job, make_request
+from proof.operations import Operation
+from proof.planning import BEFORE_LAUNCH, Times, predict
+from proof.simulated import SimulatedDevice
+from proof.simulated_runs import Workload, prompt, run_on
 
 HOST = 0.72
 """Host work per step on the machine that the figures are from: between 0.55 and 0.88 ms."""
@@ -94,8 +95,8 @@ def test_the_real_loop_in_virtual_time_takes_as_long(depth: int) -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chart = tmp_path / "idle.svg"
-    line = "simulate --host-ms 0.72 --device-ms 8.8 --depth 1,2 --steps 100 --batch 32 --plot"
-    assert main([*line.split(), str(chart)]) == 0
+    line = "--host-ms 0.72 --device-ms 8.8 --depth 1,2 --steps 100 --batch 32 --plot"
+    assert script("simulate", simulate, [*line.split(), str(chart)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "depth  ms/step  GPU idle %  steps/s  tokens/s  of 1,000 GPUs idle"
     assert out[1].split() == ["1", "9.520", "7.56", "105.0", "3,361", "76"]
@@ -112,7 +113,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
      "--host-ms 1 --device-ms 1 --pause-every 0"],
 )  # fmt: skip
 def test_bad_options_are_named(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *options.split()]) == 2
+    assert script("simulate", simulate, options.split()) == 2
     assert "error" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ from gapless.request.outputs import FinishReason
 from gapless.request.request import MAX_CACHE_SALT, MAX_PRIORITY, Request, cache_key, check_priority
 from gapless.scheduler.queue import WaitingQueue
 from gapless.scheduler.scheduler import Scheduler
-from harness import make_request
+from proof.harness import make_request
 from test_scheduler import answer, make
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gapless.device.base import Access
-from gapless.device.operations import Region
-from gapless.device.simulated import SimulatedDevice
-from gapless.verify.races import RaceDetector
+from proof.operations import Region
+from proof.races import RaceDetector
+from proof.simulated import SimulatedDevice
 
 
 class Rig:

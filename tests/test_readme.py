@@ -11,7 +11,7 @@ import pytest
 
 from gapless.cli.generate import add_arguments
 from gapless.cli.parser import Parser
-from mutations import FAULTS
+from proof.mutations import FAULTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gapless.batch.row_layout import Record
-from harness import Job, Outcome, SteppedEngine, make_parts, make_request, run_jobs
-from hash_model import EOS, HashModel, sequence_hash
+from proof.harness import Job, Outcome, SteppedEngine, make_parts, make_request, run_jobs
+from proof.hash_model import EOS, HashModel, sequence_hash
 from test_sampling_process import brute, expected_record
 
 VOCAB = 61

@@ -16,8 +16,8 @@ from gapless.errors import RequestError
 from gapless.request.outputs import FinishReason
 from gapless.scheduler.scheduler import Scheduler
 from gapless.scheduler.step_builder import StepBuilder
-from harness import Job, make_request, run_jobs
-from hash_model import HashModel
+from proof.harness import Job, make_request, run_jobs
+from proof.hash_model import HashModel
 
 
 def make(num_blocks: int = 100, **options: object) -> Scheduler:

@@ -16,16 +16,14 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+import check_dashboard
+import grafana_dashboard
 from engines import tokenizer
 from gapless.cli import main
 from gapless.server.top.exposition import Reading, parse
 from live_server import LiveServer, serving
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import check_dashboard  # noqa: E402
-import grafana_dashboard  # noqa: E402
 
 NAME = re.compile(r"\$\{prefix\}:(\w+)")
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from fast_kernels import KERNELS
 from gapless.device.base import Access, DeviceError
-from gapless.device.operations import HOST, Operation, in_order
-from gapless.device.simulated import SimulatedDevice
 from gapless.runner.kernels import reference_kernels
-from gapless.verify.choosers import PriorityChooser, RandomChooser, Replay, Starve
-from gapless.verify.races import RaceDetector
 from grammars import constrain, regex
-from harness import Job, make_request
-from simulated_runs import outcome_key, random_workload, run_on
-from small_workloads import WORKLOADS
+from proof.choosers import PriorityChooser, RandomChooser, Replay, Starve
+from proof.fast_kernels import KERNELS
+from proof.harness import Job, make_request
+from proof.operations import HOST, Operation, in_order
+from proof.races import RaceDetector
+from proof.simulated import SimulatedDevice
+from proof.simulated_runs import outcome_key, random_workload, run_on
+from proof.small_workloads import WORKLOADS
 
 
 def put(device: SimulatedDevice, order: list[str], name: str) -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from gapless.device.base import Access
-from gapless.device.operations import HOST, STREAMS, Chooser, in_order
-from gapless.device.simulated import SimulatedDevice
 from gapless.runner.kernels import reference_kernels
-from gapless.verify.choosers import PriorityChooser, RandomChooser, Replay, Starve
-from gapless.verify.explore import Failure, explore_races, explore_states
-from gapless.verify.races import RaceDetector
-from simulated_runs import Workload, agrees, random_workload, run_on, runs
-from small_workloads import BY_NAME, WORKLOADS
-from verification_tables import in_document
+from proof.choosers import PriorityChooser, RandomChooser, Replay, Starve
+from proof.explore import Failure, explore_races, explore_states
+from proof.operations import HOST, STREAMS, Chooser, in_order
+from proof.races import RaceDetector
+from proof.simulated import SimulatedDevice
+from proof.simulated_runs import Workload, agrees, random_workload, run_on, runs
+from proof.small_workloads import BY_NAME, WORKLOADS
+from proof.verification_tables import in_document
 
 SEEDS = int(os.environ.get("GAPLESS_SEEDS", "800"))
 FIRST_SEED = int(os.environ.get("GAPLESS_FIRST_SEED", "0"))
@@ -131,7 +131,7 @@ def test_every_interleaving_gives_the_tokens_of_depth_1(name: str, depth: int) -
     if depth > 1:
         cells = f"| {found.interleavings:,} | {found.states} | {found.transitions} | {found.executions} | 1 | 0 | 1 |"
         rows = [r for r in in_document("interleavings") if r.startswith(f"| {name} | {depth} |") and r.endswith(cells)]
-        assert rows, f"{cells} is not in the document: run tests/verification_tables.py --write"
+        assert rows, f"{cells} is not in the document: run python -m proof.verification_tables --write"
     assert set(classes.outcomes) == {outcome}
     assert (found.races, classes.races, classes.interleavings) == ([], [], 1)
     assert depth == 1 or found.interleavings >= 100

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from drafts import oracle
-from gapless.device.simulated import SimulatedDevice
 from gapless.request.outputs import FinishReason
 from gapless.runner.shapes import graph_shapes
 from gapless.speculative_config import SpeculativeConfig
-from gapless.verify.choosers import RandomChooser
-from gapless.verify.races import RaceDetector
-from harness import Job, Outcome, SteppedEngine, make_parts, make_request, random_jobs, random_options, run_jobs
-from hash_model import EOS, HashModel
+from proof.choosers import RandomChooser
+from proof.harness import Job, Outcome, SteppedEngine, make_parts, make_request, random_jobs, random_options, run_jobs
+from proof.hash_model import EOS, HashModel
+from proof.races import RaceDetector
+from proof.simulated import SimulatedDevice
 
 ALWAYS: dict[str, Any] = {"min_accepted": 0}
 

@@ -28,7 +28,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import gapless.engine.build as build_module
 from engines import check_idle, tokenizer, wait_until
-from fast_kernels import FastHashModel
 from gapless import RequestOutput, SamplingParams
 from gapless.config import EngineConfig
 from gapless.device.cpu import CpuDevice
@@ -37,8 +36,9 @@ from gapless.engine.control import PAUSE_MODES
 from gapless.request.request import cache_key
 from gapless.text.outputs import RequestGroup, accumulate
 from grammars import EOS, constrain, regex
-from harness import make_request
 from machine import BAD, DrivenEngine, Tracked
+from proof.fast_kernels import FastHashModel
+from proof.harness import make_request
 
 SECONDS = float(os.environ.get("GAPLESS_MACHINE_SECONDS", "0"))
 EXAMPLES = 5

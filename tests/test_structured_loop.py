@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from fast_kernels import FastHashModel
 from gapless.batch.row_layout import RowLayout
-from gapless.device.simulated import SimulatedDevice
 from gapless.request.outputs import FinishReason
 from gapless.runner.masks import ROWS_AT, apply_masks, mask_inputs
-from gapless.verify.choosers import RandomChooser
-from gapless.verify.explore import explore_states
-from gapless.verify.races import RaceDetector
 from grammars import EOS, VOCAB, constrain, expected, regex, schema, text
-from harness import Job, make_request, run_jobs
-from hash_model import HashModel, sequence_hash
-from mutations import ENGINE, RUNNER, SCHEDULER, Edit, Fault, applied
-from simulated_runs import Workload, run_on, runs
+from proof.choosers import RandomChooser
+from proof.explore import explore_states
+from proof.fast_kernels import FastHashModel
+from proof.harness import Job, make_request, run_jobs
+from proof.hash_model import HashModel, sequence_hash
+from proof.mutations import ENGINE, RUNNER, SCHEDULER, Edit, Fault, applied
+from proof.races import RaceDetector
+from proof.simulated import SimulatedDevice
+from proof.simulated_runs import Workload, run_on, runs
 
 
 class Model(HashModel):

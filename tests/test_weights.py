@@ -20,9 +20,9 @@ from gapless.model.adapter import TransformersModel
 from gapless.model.ops import reference as ops_reference
 from gapless.model.run.fused import fuse
 from gapless.model.weights import Weights
-from harness import Job, Outcome, SteppedEngine, make_parts, make_request
-from hash_model import HashModel
 from models import tiny
+from proof.harness import Job, Outcome, SteppedEngine, make_parts, make_request
+from proof.hash_model import HashModel
 from test_fused import attend_cached
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -13,7 +13,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 from gapless.cli.parser import CommandError, Parser, UsageError
 from gapless.errors import AdapterError, ConfigError, RequestError, UnsupportedModelError, did_you_mean
@@ -25,17 +26,27 @@ COMMANDS = {
     "bench serve": ("gapless.bench.serve", "load a server with OpenAI's interface and report its latencies"),
     "top": ("gapless.server.top.command", "watch a running server: busy, idle and why, tokens a second, latencies"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
-    "simulate": ("gapless.verify.command", "predict GPU idle time and throughput at each depth, without a GPU"),
-    "coverage": ("gapless.coverage.command", "which architectures are computed as transformers computes them"),
 }
 """Name: (module, one line of help)."""
+ELSEWHERE = {"simulate": "python -m proof.simulate", "coverage": "python tools/coverage.py"}
+"""Commands of a checkout, for those who work on gapless or doubt it; they need what is not installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Known errors are one line on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: _dispatch(arguments))
+
+
+def script(prog: str, command: ModuleType, argv: Sequence[str] | None = None) -> int:
+    """The same for a module of a checkout that is a command of its own, called ``prog``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: _run(prog, command, arguments))
+
+
+def _guarded(run: Callable[[], int]) -> int:
     try:
-        code = _dispatch(arguments)
+        code = run()
         sys.stdout.flush()
     except SystemExit as stop:  # argparse, after --help and --version
         return stop.code if isinstance(stop.code, int) else 0
@@ -67,14 +78,19 @@ def _dispatch(arguments: list[str]) -> int:
     rest = arguments[1:]
     if rest and f"{name} {rest[0]}" in COMMANDS:
         name, rest = f"{name} {rest[0]}", rest[1:]
+    if name in ELSEWHERE:
+        raise UsageError(f"`gapless {name}` is not installed: run `{ELSEWHERE[name]}` in a checkout of gapless")
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS)
         raise UsageError(f"unknown command {name!r}.{near} Known: {', '.join(COMMANDS)}")
-    module, summary = COMMANDS[name]
-    command = importlib.import_module(module)
-    parser = Parser(prog=f"gapless {name}", description=command.__doc__ or summary)
+    module, _ = COMMANDS[name]
+    return _run(f"gapless {name}", importlib.import_module(module), rest)
+
+
+def _run(prog: str, command: ModuleType, arguments: Sequence[str]) -> int:
+    parser = Parser(prog=prog, description=command.__doc__)
     command.add_arguments(parser)
-    code: int = command.run(parser.parse(rest, "prompts"))
+    code: int = command.run(parser.parse(arguments, "prompts"))
     return code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from gapless.device.operations import HOST, STREAMS, Operation
+from proof.operations import HOST, STREAMS, Operation
 
 PROCESSES = (HOST, *STREAMS)
 

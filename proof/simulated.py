@@ -27,7 +27,7 @@ import torch
 
 from gapless.device.base import NOTHING, Access, DeviceError, Event, Stream
 from gapless.device.counts import CopyCounts
-from gapless.device.operations import HOST, STREAMS, Chooser, Observer, Operation, Record, Region, Wait, in_order
+from proof.operations import HOST, STREAMS, Chooser, Observer, Operation, Record, Region, Wait, in_order
 
 POOL_BYTES = 16
 _POISON = 0xA5

@@ -89,7 +89,7 @@ def applied(fault: Fault) -> Iterator[Kernels | None]:
 def _kernels(made: dict[str, FunctionType]) -> Kernels | None:
     if not made:
         return None
-    from fast_kernels import KERNELS
+    from proof.fast_kernels import KERNELS
 
     return Kernels(made.get("prepare", KERNELS.prepare), made.get("sample_and_store", KERNELS.sample))
 

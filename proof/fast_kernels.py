@@ -5,6 +5,8 @@ For the many thousand short runs of the simulated device, where steps are so sma
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -17,7 +19,7 @@ from gapless.cache.spec import KVSpec, VectorSpec
 from gapless.runner.kernels import Kernels
 from gapless.runner.prepare import StepIndices
 from gapless.sampling.reference import sample_and_store
-from hash_model import HashModel
+from proof.hash_model import HashModel
 
 MASK = 2**61 - 1
 
@@ -56,7 +58,7 @@ def sample(
     features: Feature,
     out_tokens: torch.Tensor,
     out_records: torch.Tensor | None = None,
-    **options: bool,
+    **options: Any,
 ) -> None:
     """`gapless.sampling.reference.sample_and_store`, itself where more than greedy is asked for."""
     if features != Feature.GREEDY:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from gapless.device.base import NOTHING
-from gapless.device.operations import Operation
-from gapless.device.simulated import SimulatedDevice
+from proof.operations import Operation
+from proof.simulated import SimulatedDevice
 
 BEFORE_LAUNCH = 0.6
 """Share of the host's time of a step that lies before its launch."""

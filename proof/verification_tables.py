@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from gapless.device.simulated import SimulatedDevice
-from gapless.verify.choosers import RandomChooser
-from gapless.verify.explore import Failure, explore_races, explore_states
-from mutations import FAULTS, Fault, applied
-from simulated_runs import Workload, agrees, outcome_key, random_workload, run_on, runs
-from small_workloads import WORKLOADS
+from proof.choosers import RandomChooser
+from proof.explore import Failure, explore_races, explore_states
+from proof.mutations import FAULTS, Fault, applied
+from proof.simulated import SimulatedDevice
+from proof.simulated_runs import Workload, agrees, outcome_key, random_workload, run_on, runs
+from proof.small_workloads import WORKLOADS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "verification.md"
 RUNS = 12

@@ -5,14 +5,16 @@ those with `gapless bench` (host ms/step, device ms/step); nothing is run on a G
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from gapless.cli import script
 from gapless.cli.parser import Parser, UsageError
 
 
 def add_arguments(parser: Parser) -> None:
-    """The options of ``gapless simulate``."""
-    parser.usage = "gapless simulate --host-ms MS --device-ms MS [OPTION ...]"
+    """The options."""
+    parser.usage = "python -m proof.simulate --host-ms MS --device-ms MS [OPTION ...]"
     parser.add_argument("--host-ms", type=float, required=True, metavar="MS", help="the host's work for one step")
     parser.add_argument("--device-ms", type=float, required=True, metavar="MS", help="the device's work for one step")
     parser.add_argument("--depth", default="1,2,3,4", metavar="N,N", help="steps in flight (default: %(default)s)")
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pause_every < 1 or arguments.steps < 10:
         raise UsageError("--pause-every must be 1 or more, --steps 10 or more")
 
-    from gapless.verify.planning import Times, predict
+    from proof.planning import Times, predict
 
     times = Times(
         arguments.host_ms,
@@ -84,8 +86,8 @@ def _depths(text: str) -> list[int]:
 def _plot(target: Path, times: object, depths: list[int], seed: int) -> None:
     from dataclasses import replace
 
-    from gapless.verify.chart import idle_chart
-    from gapless.verify.planning import Times, predict
+    from proof.chart import idle_chart
+    from proof.planning import Times, predict
 
     assert isinstance(times, Times)
     ratios = [i / 20 for i in range(31)]
@@ -98,3 +100,7 @@ def _plot(target: Path, times: object, depths: list[int], seed: int) -> None:
     }
     title = f"GPU idle; host jitter {100 * times.jitter:.0f} %, device jitter {100 * times.device_jitter:.0f} %"
     target.write_text(idle_chart(title, ratios, idle), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(script("python -m proof.simulate", sys.modules[__name__]))

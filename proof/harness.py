@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class Outcome:
     steps: int = 0
     plans: list[StepPlan] = field(default_factory=list)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    records: dict[int, list[bytes]] = field(default_factory=dict)
 
     def tokens(self) -> dict[int, list[int]]:
         return {i: f.token_ids.tolist() for i, f in sorted(self.finished.items())}
@@ -88,12 +90,15 @@ class SteppedEngine(Engine):
         for i, token in zip(message.ids.tolist(), message.tokens.tolist(), strict=True):
             assert i not in self.outcome.finished, "a token after the end"
             self.outcome.streamed.setdefault(i, []).append(token)
+        if message.records is not None:
+            for i, record in zip(message.ids.tolist(), message.records, strict=True):
+                self.outcome.records.setdefault(i, []).append(record.tobytes())
         for f in message.finished:
             assert f.id not in self.outcome.finished, "a second end"
             self.outcome.finished[f.id] = f
             self._left.discard(f.id)
 
-    def _launch(self, plan):  # type: ignore[no-untyped-def]
+    def _launch(self, plan: StepPlan) -> Any:
         self.outcome.plans.append(plan)
         return super()._launch(plan)
 
@@ -168,7 +173,7 @@ def run_jobs(
     num_blocks: int | tuple[int, ...] = 200,
     speculation: Speculation | None = None,
     shapes: Shapes = EXACT,
-    **options: object,
+    **options: Any,
 ) -> Outcome:
     device = CpuDevice(delays=delays, max_delay=0.001, debug=debug)
     scheduler, runner = make_parts(
@@ -225,7 +230,7 @@ def random_jobs(
             k = min(rng.randint(1, 40), n)
             prompt[:k] = shared[:k]
         max_tokens = rng.choice([1, 2, 3, rng.randint(1, 40)])
-        params: dict[str, object] = {}
+        params: dict[str, Any] = {}
         if rng.random() < 0.4:
             params = {
                 "temperature": rng.choice([0.7, 1, 1.5]),

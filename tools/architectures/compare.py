@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gapless.coverage.small import NotSmall, class_name, default_config, small_config, small_model, told
+from architectures.small import NotSmall, class_name, default_config, small_config, small_model, told
 from gapless.errors import UnsupportedModelError
 from gapless.llm import LLM
 from gapless.model import checks
@@ -45,14 +45,14 @@ class Outcome:
     name: str = ""
 
 
-def outcome(model_type: str) -> Outcome:
+def outcome(model_type: str, device: str = "cpu") -> Outcome:
     """Try the architecture; never raises for what the model does."""
     name = class_name(model_type)
     try:
         checks.check_config(default_config(model_type))
         config = small_config(model_type)
         checks.check_config(config)
-        difference, windows = _compare(small_model(config))
+        difference, windows = _compare(small_model(config).to(device), device)
     except NotSmall as error:
         return Outcome(model_type, "not small", str(error), (), name)
     except UnsupportedModelError as error:
@@ -64,18 +64,18 @@ def outcome(model_type: str) -> Outcome:
     return Outcome(model_type, "equal", _bound(difference), windows, name)
 
 
-def _compare(model: Any) -> tuple[float, tuple[int | None, ...]]:
+def _compare(model: Any, device: str) -> tuple[float, tuple[int | None, ...]]:
     vocab = int(model.config.vocab_size)
     rng = random.Random(5)
     prompts = [[rng.randrange(2, vocab) for _ in range(n)] for n in LENGTHS]
     try:  # what the model itself cannot do says nothing about the engine
         with torch.no_grad():
-            model(input_ids=torch.tensor([prompts[0]]), use_cache=False)
+            model(input_ids=torch.tensor([prompts[0]], device=device), use_cache=False)
     except Exception as error:
         raise NotSmall(f"its own forward fails: {told(error)}") from error
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=TOP)
     options: dict[str, Any] = {
-        "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 8,
+        "device": device, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 8,
         "num_kv_blocks": 33,
     }  # fmt: skip
     with LLM(model, tokenizer=None, **options) as llm:
@@ -86,9 +86,9 @@ def _compare(model: Any) -> tuple[float, tuple[int | None, ...]]:
         (made,) = output.outputs
         tokens, found = list(made.token_ids), made.logprobs
         assert found is not None
-        ids = torch.tensor([[*prompt, *tokens[:-1]]])
+        ids = torch.tensor([[*prompt, *tokens[:-1]]], device=device)
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].cpu()
         own = torch.log_softmax(logits.double(), -1)
         if len(own) != len(tokens):
             return float("inf"), windows

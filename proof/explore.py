@@ -19,9 +19,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gapless.device.operations import HOST, Operation, conflict
-from gapless.device.simulated import SimulatedDevice
-from gapless.verify.races import Race, RaceDetector, before
+from proof.operations import HOST, Operation, conflict
+from proof.races import Race, RaceDetector, before
+from proof.simulated import SimulatedDevice
 
 Run = Callable[[SimulatedDevice], Hashable]
 """Executes the workload on a fresh device and returns what is to be the same in every schedule."""

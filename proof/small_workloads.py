@@ -5,10 +5,12 @@ Lengths are for blocks of 8 tokens.
 
 from __future__ import annotations
 
-from fast_kernels import FailingHashModel, FastWindowModel
+from typing import Any
+
 from gapless.runner.shapes import graph_shapes
-from harness import Job, make_request
-from simulated_runs import Workload, oracle, prompt, stop_after
+from proof.fast_kernels import FailingHashModel, FastWindowModel
+from proof.harness import Job, make_request
+from proof.simulated_runs import Workload, oracle, prompt, stop_after
 
 SHARED = prompt(99, 8)
 WIDE = {"max_num_batched_tokens": 64}
@@ -85,7 +87,7 @@ def mixed_lengths() -> list[Job]:
 
 
 def sampled() -> list[Job]:
-    hot = {"temperature": 1.0, "top_k": 5, "min_tokens": 2}
+    hot: dict[str, Any] = {"temperature": 1.0, "top_k": 5, "min_tokens": 2}
     return [Job(make_request(0, prompt(16, 4), 4, stop=(1,), **hot)), Job(make_request(1, prompt(17, 3), 3))]
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gapless.device.operations import HOST, STREAMS, Observer, Operation, Record, Region
+from proof.operations import HOST, STREAMS, Observer, Operation, Record, Region
 
 PLACES = {name: i for i, name in enumerate((HOST, *STREAMS))}
 """Component of each thread of execution in a vector clock."""

@@ -7,19 +7,18 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fast_kernels import KERNELS, FastHashModel
 from gapless.batch.row_layout import RowLayout
 from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
 from gapless.device.base import Device
-from gapless.device.simulated import SimulatedDevice
 from gapless.model.base import CausalModel
-from gapless.request.messages import StepMessage
 from gapless.runner.kernels import Kernels
 from gapless.runner.runner import Runner
 from gapless.runner.shapes import EXACT, Shapes, graph_shapes
 from gapless.scheduler.scheduler import Scheduler
-from harness import Job, Outcome, SteppedEngine, make_request
+from proof.fast_kernels import KERNELS, FastHashModel
+from proof.harness import Job, Outcome, SteppedEngine, make_request
+from proof.simulated import SimulatedDevice
 
 MODEL = FastHashModel()
 MAX_UPDATES = 400  # far more than these workloads need, far less than a slot has room for otherwise
@@ -40,16 +39,6 @@ class Workload:
 
     def but(self, **changes: Any) -> Workload:
         return replace(self, **changes)
-
-
-class _Recording(SteppedEngine):
-    """Keeps log-probabilities too."""
-
-    def _take(self, message: StepMessage) -> None:
-        super()._take(message)
-        if message.records is not None:
-            for i, record in zip(message.ids.tolist(), message.records, strict=True):
-                self.outcome.records.setdefault(i, []).append(record.tobytes())
 
 
 def run_on(
@@ -80,8 +69,7 @@ def run_on(
     if workload.shapes.capture:
         runner.capture(runner.graph_keys())
     scheduler = scheduler_class(config, layout, workload.num_blocks)
-    engine = _Recording(workload.jobs(), scheduler, runner, depth, check)
-    engine.outcome.records = {}  # type: ignore[attr-defined]
+    engine = SteppedEngine(workload.jobs(), scheduler, runner, depth, check)
     outcome = engine.run()
     assert all(p.available == p.capacity for p in scheduler.blocks.pools), "blocks are left behind"
     assert scheduler.rows.num_free == len(scheduler.rows.requests), "rows are left behind"
@@ -94,7 +82,7 @@ def outcome_key(outcome: Outcome) -> Hashable:
     """Tokens and reason of every request; the tokens that were streamed, and their log-probabilities."""
     ends = tuple((i, tuple(f.token_ids.tolist()), f.reason.value) for i, f in sorted(outcome.finished.items()))
     streamed = tuple((i, tuple(t)) for i, t in sorted(outcome.streamed.items()))
-    return ends, (streamed, tuple((i, tuple(r)) for i, r in sorted(outcome.records.items())))  # type: ignore[attr-defined]
+    return ends, (streamed, tuple((i, tuple(r)) for i, r in sorted(outcome.records.items())))
 
 
 def runs(workload: Workload, depth: int, **options: Any) -> Callable[[SimulatedDevice], Hashable]:
@@ -153,7 +141,7 @@ def random_workload(seed: int) -> Workload:
     num_blocks = rng.choice([4, 5, 6, 7, 9, 14])
     longest = min(32, (num_blocks - 1) * 8)
     pieces = [prompt(1000 + i, 8) for i in range(3)] + [[0] * 8]
-    specs = []
+    specs: list[tuple[list[int], int, tuple[int, ...], int, int | None]] = []
     for _i in range(rng.randint(2, 6)):
         if specs and rng.random() < 0.35:  # what an earlier one may have computed and generated
             earlier = specs[rng.randrange(len(specs))][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from gapless.coverage.compare import Outcome
+from architectures.compare import Outcome
 
 MAIN = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "phi3": "Phi-3",
@@ -21,7 +21,7 @@ RESULTS = {
     "not small": "Not tried: no small model",
     "no end": "Not tried: took too long",
 }
-BEGIN, END = "<!-- coverage: made by `gapless coverage --all --write` -->", "<!-- end of coverage -->"
+BEGIN, END = "<!-- coverage: made by `python tools/coverage.py --all --write` -->", "<!-- end of coverage -->"
 
 
 def render(outcomes: Iterable[Outcome], version: str) -> str:

@@ -1,4 +1,4 @@
-"""The picture of ``gapless simulate``: idle share against the host's time, a line for each depth. Plain SVG."""
+"""The picture of `proof.simulate`: idle share against the host's time, a line for each depth. Plain SVG."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import bisect
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.cache.spec import KVSpec
+from gapless.cache.spec import KVSpec, LayerSpec
 
 EOS = 1
 _MASK = 2**61 - 1
@@ -33,10 +33,10 @@ class HashModel:
         self, vocab_size: int = 61, *, peaked: bool = True, max_position: int = 512, layers: int = 1
     ) -> None:
         self.name = "hash"
-        self.kv_specs = tuple(KVSpec(1, 2, 2, "float32") for _ in range(layers))
+        self.kv_specs: tuple[LayerSpec, ...] = tuple(KVSpec(1, 2, 2, "float32") for _ in range(layers))
         self.vocab_size = vocab_size
         self.max_position = max_position
-        self.eos_token_ids = (EOS,)
+        self.eos_token_ids: tuple[int, ...] = (EOS,)
         self.weight_bytes = 0
         self.dtype = torch.float32
         self.device = torch.device("cpu")
