@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gapless.model.run.fused import FusedDecoder, FusedLayer
 from torch.nn import functional
 
 from gapless.attention import triton as attention
@@ -36,7 +37,6 @@ from gapless.model.products.choice import Chooser, Product, bucket, candidates, 
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.few_tokens import glu, plain, residual
 from gapless.model.run.few_tokens import SmallBatch
-from gapless.model.run.fused import FusedDecoder, FusedLayer
 
 START = time.time()
 DEVICE = torch.device("cuda")
@@ -179,7 +179,7 @@ def call(
         if product.op == "residual":
             normed, total = ops_triton.add_rms_norm(y, before, norm, EPS)
             return [total, normed]
-        return [ops_triton.silu_mul(y) if product.op == "glu" else y]
+        return [ops_triton.act_mul(y) if product.op == "glu" else y]
     space = Workspace(DEVICE)
     space.reserve(*workspace_size(product.op, m, n, config.fit(k)))
     if product.op == "residual":
@@ -212,7 +212,7 @@ def exact(product: Product, weight: torch.Tensor, inputs: Any) -> list[torch.Ten
     if product.op == "residual":
         total = before.float() + y
         return [total, total * torch.rsqrt(total.pow(2).mean(1, keepdim=True) + EPS) * norm.float()]
-    return [ops_reference.silu_mul(y) if product.op == "glu" else y]
+    return [ops_reference.act_mul(y) if product.op == "glu" else y]
 
 
 def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:

@@ -203,10 +203,10 @@ def silu(n: int, k: int, tokens: list[int]) -> list[dict[str, Any]]:
     for m in tokens:
         x = torch.randn(m, k, generator=gen, device="cuda").bfloat16()
         works: dict[str, Callable[[int], Any]] = {
-            "cuBLAS, SiLU": lambda i, x=x: ops_triton.silu_mul(functional.linear(x, ws[i]))
+            "cuBLAS, SiLU": lambda i, x=x: ops_triton.act_mul(functional.linear(x, ws[i]))
         }
         whole = torch.randint(-30, 31, (m, k), generator=gen, device="cuda").bfloat16()
-        want = ops_triton.silu_mul(functional.linear(whole, exact))
+        want = ops_triton.act_mul(functional.linear(whole, exact))
         for config in GATED:
             label = f"{config.tokens}x{config.outputs}x{config.inputs}, {config.stages} stages, {config.warps} warps"
             if wrong := int((gated(whole, exact, config) != want).sum()):

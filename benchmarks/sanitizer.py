@@ -132,16 +132,16 @@ def operations() -> Iterator[tuple[str, Work]]:
         def work(compare: bool) -> None:
             x, residual = t.randn(6, 2 * size, dtype=dtype)[:, :size], t.randn(6, size, dtype=dtype, seed=1)
             weight = t.randn(size, dtype=dtype, seed=2)
-            for offset in (False, True):
-                ops_triton.rms_norm(x, weight, 1e-6, offset)
-                ops_triton.add_rms_norm(x, residual, weight, 1e-6, offset)
-            ops_triton.silu_mul(t.randn(3, 2 * size, dtype=dtype))
+            for scaling in (0, 1, 2):
+                ops_triton.rms_norm(x, weight, 1e-6, scaling)
+                ops_triton.add_rms_norm(x, residual, weight, 1e-6, scaling)
+            ops_triton.act_mul(t.randn(3, 2 * size, dtype=dtype))
 
         return work
 
-    def rope(dtype: torch.dtype, heads: int, kv: int, size: int, rotary: int, norm: bool, offset: bool) -> Work:
+    def rope(dtype: torch.dtype, heads: int, kv: int, size: int, rotary: int, norm: bool, scaling: int) -> Work:
         def work(compare: bool) -> None:
-            t.test_triton_rope(dtype, heads, kv, size, rotary, norm, offset, None)
+            t.test_triton_rope(dtype, heads, kv, size, rotary, norm, scaling, None, False)
 
         return work
 

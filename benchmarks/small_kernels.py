@@ -131,7 +131,7 @@ def check_ops() -> dict[str, Any]:
             compare(f"add_rms_norm {size} {tag}", got[0], expected[0])
             compare(f"add_rms_norm residual {size} {tag}", got[1], expected[1])
         gate_up = randn(33, 2 * 3072, dtype=dtype)
-        compare(f"silu_mul {tag}", ops_triton.silu_mul(gate_up), ops_reference.silu_mul(gate_up))
+        compare(f"act_mul {tag}", ops_triton.act_mul(gate_up), ops_reference.act_mul(gate_up))
         for norm in (False, True):
             inputs = rope_inputs(77, 32, 8, 128, norm, dtype)
             got_q = ops_triton.rope_qk_norm_kv_write(*inputs)
@@ -191,7 +191,7 @@ def time_ops() -> dict[str, Any]:
                 "add_rms_norm": graph_us(
                     lambda a=x, r=residual, w=weight: ops_triton.add_rms_norm(a, r, w, 1e-5), nodes
                 ),
-                "silu_mul": graph_us(lambda g=gate_up: ops_triton.silu_mul(g), nodes),
+                "act_mul": graph_us(lambda g=gate_up: ops_triton.act_mul(g), nodes),
                 "rope_qk_norm_kv_write": graph_us(lambda r=rope: ops_triton.rope_qk_norm_kv_write(*r), nodes),
             }
     return result

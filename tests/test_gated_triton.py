@@ -22,11 +22,10 @@ from gapless.model.ops import triton as ops_triton
 from gapless.model.products import choice as gemm_choice
 from gapless.model.products.choice import GATED, GatedProducts
 from gapless.model.products.gated import Gated, gated
-from gapless.model.run.fused import fuse
 from interpreted import CHILD, run_in_the_interpreter
 from models import tiny
 from paged import greedy
-from test_fused import attend_cached
+from test_fused import described
 
 GPU = torch.cuda.is_available()
 SMALL = Gated(16, 32, 32, stages=3, warps=4, programs=3)
@@ -49,7 +48,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float16) -> tupl
 
 
 def separate(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return ops_triton.silu_mul(functional.linear(x.float(), w.float()).to(x.dtype))
+    return ops_triton.act_mul(functional.linear(x.float(), w.float()).to(x.dtype))
 
 
 @interpreted
@@ -127,7 +126,7 @@ def test_one_wrong_tile_at_load_leaves_two_kernels(
 def test_the_decoder_uses_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of prompts, and a batch of three: some by one kernel, some by two."""
     plain = TransformersModel(tiny("llama"))
-    decoder = fuse(plain.module, plain, max_positions=64, ops=ops_reference, attend=attend_cached)
+    decoder = described(plain)
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3], [9, 9, 4]]
     tokens, logits = greedy(decoder, prompts, 4)
     before = decoder.summary()
@@ -138,7 +137,7 @@ def test_the_decoder_uses_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def one(x: torch.Tensor, w: torch.Tensor, config: Gated) -> torch.Tensor:
         used.add(len(x))
-        return ops_reference.silu_mul(functional.linear(x, w))
+        return ops_reference.act_mul(functional.linear(x, w))
 
     monkeypatch.setattr(gemm_choice, "gated", one)
     decoder.gated.chosen = [(range(3, 10), SMALL)]

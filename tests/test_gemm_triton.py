@@ -7,6 +7,7 @@ dependent launch and real sizes only on a GPU.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Chain:
 
         a = functional.linear(norm(total, norms[0]), w(self.first), w(self.first_bias))
         b = total + functional.linear(a, w(self.out), w(self.out_bias))
-        c = ops_reference.silu_mul(functional.linear(norm(b, norms[1]), w(self.gate_up)))
+        c = ops_reference.act_mul(functional.linear(norm(b, norms[1]), w(self.gate_up)))
         d = b + functional.linear(c, w(self.down))
         return [a, b, c, d, functional.linear(norm(d, norms[2]), w(self.last))]
 
@@ -231,19 +232,17 @@ def _captured(chain: Chain, config: GemmConfig, pdl: int, space: Workspace) -> l
     return [a, b.residual, c, d.residual, plain(d.x, chain.last, config, space, squares=d.squares, eps=EPS, pdl=pdl)]
 
 
-class TinyConfigs(Chooser):
+def tiny_configs(unfused: set[str]) -> Callable[[Product], GemmConfig | None]:
     """Every other product by cuBLAS: all pairs of neighbours."""
 
-    def __init__(self, unfused: set[str]) -> None:
-        super().__init__(torch.device(DEVICE))
-        self.unfused = unfused
-
-    def choose(self, product: Product, weights: object) -> GemmConfig | None:
-        if product.op in self.unfused:
+    def choose(product: Product) -> GemmConfig | None:
+        if product.op in unfused:
             return None
         if product.m == 1:
             return GemmConfig(False, 32, 32, preload=True)
         return GemmConfig(True, 64, 32, split=2)
+
+    return choose
 
 
 @pytest.mark.skipif(not CHILD, reason="the tiny models and the reference attention are on the CPU")
@@ -252,17 +251,14 @@ class TinyConfigs(Chooser):
 )
 def test_small_batch_gives_the_decoder_s_logits(kind: str, unfused: set[str]) -> None:
     from gapless.model.adapter import TransformersModel
-    from gapless.model.run.few_tokens import SmallBatch
-    from gapless.model.run.fused import fuse
+    from gapless.model.run.few_tokens import FewTokens
+    from gapless.model.run.walk import walk
     from models import tiny
-    from test_fused import attend_cached
+    from test_fused import attend_cached, described
 
     plain_model = TransformersModel(tiny(kind))
-    decoder = fuse(plain_model.module, plain_model, max_positions=64, ops=ops_reference, attend=attend_cached)
-    small = SmallBatch(
-        decoder._layers, decoder._embedding, decoder._norm, decoder._head, (decoder._cos, decoder._sin), decoder._eps,
-        attend_cached, limit=16, chooser=TinyConfigs(unfused),
-    )  # fmt: skip
+    decoder = described(plain_model)
+    small = FewTokens(decoder.decoder, attend_cached, limit=16, choose=tiny_configs(unfused))
     for batch in (1, 3):
         caches = [
             torch.randn(2, 4, 8, spec.num_kv_heads, spec.head_dim_k) for spec in plain_model.kv_specs
@@ -284,7 +280,7 @@ def test_small_batch_gives_the_decoder_s_logits(kind: str, unfused: set[str]) ->
             if path == "plain":
                 decoder.forward(ids, positions, context, ids, out)
             else:
-                small.forward(ids, positions, context, out)
+                walk(decoder.decoder, small, ids, positions, context, None, out)
             logits.append(out)
         torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
 
@@ -313,13 +309,13 @@ def test_small_batch_of_rows_with_drafts_gives_the_decoder_s_logits(unfused: set
     """Logits in another order than that of the tokens. And what padding tokens hold reaches no other: the attention
     that starts early leaves old memory in their outputs. NaN there stays in their own rows and in the null block."""
     from gapless.model.adapter import TransformersModel
-    from gapless.model.run.few_tokens import SmallBatch
-    from gapless.model.run.fused import fuse
+    from gapless.model.run.few_tokens import FewTokens
+    from gapless.model.run.walk import walk
     from models import tiny
-    from test_fused import attend_cached
+    from test_fused import attend_cached, described
 
     plain_model = TransformersModel(tiny("qwen3"))
-    decoder = fuse(plain_model.module, plain_model, max_positions=64, ops=ops_reference, attend=attend_cached)
+    decoder = described(plain_model)
     caches = [torch.randn(2, 4, 8, spec.num_kv_heads, spec.head_dim_k) for spec in plain_model.kv_specs]
     ids, index, padding = torch.arange(5, 11), torch.tensor([2, 3, 0, 0, 1]), [0.0]
 
@@ -328,17 +324,14 @@ def test_small_batch_of_rows_with_drafts_gives_the_decoder_s_logits(unfused: set
         out[4:] = padding[0]
         return out
 
-    small = SmallBatch(
-        decoder._layers, decoder._embedding, decoder._norm, decoder._head, (decoder._cos, decoder._sin), decoder._eps,
-        attend, limit=16, chooser=TinyConfigs(unfused),
-    )  # fmt: skip
+    small = FewTokens(decoder.decoder, attend, limit=16, choose=tiny_configs(unfused))
     context, out = draft_step(caches), torch.empty(5, plain_model.vocab_size)
     decoder.forward(ids, DRAFT_POSITIONS, context, index, out)
     results = []
     for padding[0] in (0.0, float("nan")):
         for which in (index, None):
             context, logits = draft_step(caches), torch.empty(6 if which is None else 5, plain_model.vocab_size)
-            small.forward(ids, DRAFT_POSITIONS, context, logits, which)
+            walk(decoder.decoder, small, ids, DRAFT_POSITIONS, context, which, logits)
             results.append((logits, context.kv_caches))
     (chosen, _), (clean, blocks), (chosen_beside_nan, _), (spoilt, spoilt_blocks) = results
     torch.testing.assert_close(chosen, out, atol=2e-4, rtol=2e-4)

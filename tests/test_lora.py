@@ -210,15 +210,14 @@ def test_merged_products_equal_peft(kind: str, tmp_path: Path) -> None:
 
     from gapless.model.adapter import TransformersModel
     from gapless.model.ops import reference as ops_reference
-    from gapless.model.run.fused import fuse
-    from test_fused import attend_cached
+    from test_fused import described
 
     model = tiny(kind, num_hidden_layers=2)
     folders = {name: save(model, made, tmp_path / name) for name, made in KINDS.items()}
     oracle = Oracle(model, folders)
     plain = TransformersModel(model)
-    decoder = fuse(plain.module, plain, max_positions=128, ops=ops_reference, attend=attend_cached)
-    decoder.gated = lambda x, w: ops_reference.silu_mul(linear(x, w))  # type: ignore[assignment]  # adapters come before
+    decoder = described(plain, 128)
+    decoder.gated = lambda x, w: ops_reference.act_mul(linear(x, w))  # type: ignore[assignment]  # adapters come before
     work = mix(6, seed=12, longest=20)
     with LLM(decoder, **OPTIONS) as llm:
         for name, folder in folders.items():

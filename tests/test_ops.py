@@ -63,7 +63,7 @@ def test_norm_and_mlp_are_llamas(dtype: torch.dtype) -> None:
 
     mlp = LlamaMLP(LlamaConfig(hidden_size=48, intermediate_size=64, num_attention_heads=4)).to(dtype)
     gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), -1)
-    assert torch.equal(mlp.down_proj(reference.silu_mul(gate_up)), mlp(x))
+    assert torch.equal(mlp.down_proj(reference.act_mul(gate_up)), mlp(x))
 
 
 @dtypes
@@ -73,7 +73,7 @@ def test_offset_norm_is_gemmas(dtype: torch.dtype) -> None:
     norm = Gemma2RMSNorm(48, eps=1e-5).to(dtype)
     norm.weight.data = randn(48, dtype=dtype).cpu()
     x = randn(7, 48, dtype=dtype).cpu()
-    assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5, offset=True), norm(x))
+    assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5, 1), norm(x))
 
 
 @dtypes
@@ -118,10 +118,17 @@ def test_triton_rms_norm(dtype: torch.dtype, size: int) -> None:
     x = randn(6, 2 * size, dtype=dtype)[:, :size]  # a row stride of its own
     residual, weight = randn(6, size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
     before = residual.clone()
-    for offset in (False, True):
-        close(ops_triton.rms_norm(x, weight, 1e-6, offset), reference.rms_norm(x, weight, 1e-6, offset), 2)
-        got = ops_triton.add_rms_norm(x, residual, weight, 1e-6, offset)
-        expected = reference.add_rms_norm(x, residual, weight, 1e-6, offset)
+    for scaling in (0, 1, 2):
+        close(ops_triton.rms_norm(x, weight, 1e-6, scaling), reference.rms_norm(x, weight, 1e-6, scaling), 2)
+        behind = ops_triton.norm_add_rms_norm(x, residual, weight, weight, 1e-6, scaling)
+        for ours, theirs in zip(
+            behind, reference.norm_add_rms_norm(x, residual, weight, weight, 1e-6, scaling), strict=True
+        ):
+            # A sum of two may be a small difference of large ones, and keeps their rounding.
+            error = 4 * max(torch.finfo(dtype).eps, 1e-6) * float(theirs.float().abs().max())
+            torch.testing.assert_close(ours, theirs, rtol=0.0, atol=error if not truncates(x) else 4 * error)
+        got = ops_triton.add_rms_norm(x, residual, weight, 1e-6, scaling)
+        expected = reference.add_rms_norm(x, residual, weight, 1e-6, scaling)
         assert truncates(x) or torch.equal(got[1], expected[1])
         close(got[1], expected[1])
         close(got[0], expected[0], 2)
@@ -133,24 +140,26 @@ def test_triton_rms_norm(dtype: torch.dtype, size: int) -> None:
 @runs_kernels
 @dtypes
 @pytest.mark.parametrize("size", [1, 40, 1500])
-def test_triton_silu_mul(dtype: torch.dtype, size: int) -> None:
+def test_triton_act_mul(dtype: torch.dtype, size: int) -> None:
     from gapless.model.ops import triton as ops_triton
 
     gate_up = randn(3, 2 * size, dtype=dtype) * 4
-    close(ops_triton.silu_mul(gate_up), reference.silu_mul(gate_up), 2)
+    for activation in (0, 1, 2):
+        close(ops_triton.act_mul(gate_up, activation), reference.act_mul(gate_up, activation), 4)
 
 
 @runs_kernels
 @dtypes
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "rotary", "norm", "offset", "table"),
+    ("heads", "kv_heads", "size", "rotary", "norm", "scaling", "table"),
     [
-        (4, 2, 16, 16, False, False, None),
-        (4, 4, 16, 16, True, False, None),
-        (9, 3, 8, 8, True, True, torch.float32),
-        (14, 2, 24, 24, False, False, torch.float32),
-        (6, 1, 20, 12, True, False, None),
-        (3, 1, 32, 8, False, False, None),
+        (4, 2, 16, 16, False, 0, None),
+        (4, 4, 16, 16, True, 2, None),
+        (9, 3, 8, 8, True, 1, torch.float32),
+        (14, 2, 24, 24, False, 0, torch.float32),
+        (6, 1, 20, 12, True, 2, None),
+        (3, 1, 32, 8, False, 0, None),
     ],
 )
 def test_triton_rope(
@@ -160,8 +169,9 @@ def test_triton_rope(
     size: int,
     rotary: int,
     norm: bool,
-    offset: bool,
+    scaling: int,
     table: torch.dtype | None,
+    pairs: bool,
 ) -> None:
     from gapless.model.ops import triton as ops_triton
 
@@ -176,7 +186,8 @@ def test_triton_rope(
     caches = [torch.full((2, 6, block, kv_heads, size), 9.0, dtype=dtype, device=DEVICE) for _ in range(2)]
     got, expected = (
         module.rope_qk_norm_kv_write(
-            qkv, positions, cos, sin, cache, slots, heads, kv_heads, *weights, eps=1e-6, offset=offset
+            qkv, positions, cos, sin, cache, slots, heads, kv_heads, *weights, eps=1e-6, scaling=scaling,
+            pairs=pairs,
         )
         for module, cache in zip((ops_triton, reference), caches, strict=True)
     )
@@ -247,4 +258,4 @@ def test_triton_nothing_to_do() -> None:
     from gapless.model.ops import triton as ops_triton
 
     assert ops_triton.rms_norm(randn(0, 8), randn(8), 1e-6).shape == (0, 8)
-    assert ops_triton.silu_mul(randn(0, 8)).shape == (0, 4)
+    assert ops_triton.act_mul(randn(0, 8)).shape == (0, 4)

@@ -17,13 +17,11 @@ from engines import OPTIONS, check_idle, gated, options, wait_until
 from gapless import LLM, AsyncLLM, ConfigError, SamplingParams, WeightError
 from gapless.device.cpu import CpuDevice
 from gapless.model.adapter import TransformersModel
-from gapless.model.ops import reference as ops_reference
-from gapless.model.run.fused import fuse
 from gapless.model.weights import Weights
 from models import tiny
 from proof.harness import Job, Outcome, SteppedEngine, make_parts, make_request
 from proof.hash_model import HashModel
-from test_fused import attend_cached
+from test_fused import described
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12, 13]}, {"prompt_token_ids": [3]}]
@@ -138,31 +136,34 @@ def test_engines_over_one_model_share_its_merged_layers() -> None:
     decoders = []
     for _ in range(2):
         plain = TransformersModel(model)
-        decoders.append(fuse(plain.module, plain, max_positions=64, ops=ops_reference, attend=attend_cached))
-    one, two = (decoder._layers[0] for decoder in decoders)
-    assert one.qkv.data_ptr() == two.qkv.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
-    assert one.qkv.shape == two.qkv.shape
-    assert torch.equal(one.qkv, two.qkv)
-    assert torch.equal(one.qkv_bias, two.qkv_bias)
-    assert one.gate_up.data_ptr() == two.gate_up.data_ptr()
+        decoders.append(described(plain))
+    one, two = (decoder.decoder.layers[0] for decoder in decoders)
+    qkv, again = one.attention.qkv, two.attention.qkv
+    assert qkv.data.data_ptr() == again.data.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert qkv.shape == again.shape
+    assert torch.equal(qkv.data, again.data)
+    assert qkv.bias is not None
+    assert again.bias is not None
+    assert torch.equal(qkv.bias, again.bias)
+    assert one.mlp.up.data.data_ptr() == two.mlp.up.data.data_ptr()
     assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_new_values_reach_merged_layers() -> None:
     model, other = tiny("qwen2"), tiny("qwen2", seed=3)
     plain = TransformersModel(model)
-    decoder = fuse(plain.module, plain, max_positions=64, ops=ops_reference, attend=attend_cached)
+    decoder = described(plain)
     Weights(plain.module, model).prepare(other.state_dict()).apply()
     attention = other.model.layers[1].self_attn
     expected = torch.cat([getattr(attention, f"{n}_proj").weight for n in "qkv"])
-    assert torch.equal(decoder._layers[1].qkv, expected)
+    assert torch.equal(decoder.decoder.layers[1].attention.qkv.data, expected)
     assert torch.equal(model.lm_head.weight, other.lm_head.weight)
 
 
 def test_a_loaded_model_can_be_saved(tmp_path: Any) -> None:
     model = tiny("llama")
     plain = TransformersModel(model)
-    fuse(plain.module, plain, max_positions=64, ops=ops_reference, attend=attend_cached)
+    described(plain)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

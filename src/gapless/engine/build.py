@@ -280,9 +280,10 @@ def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[Caus
         )
         return loaded.model, Weights(loaded.model.module, theirs)
     from gapless.attention import triton as attention
+    from gapless.model.describe import Unknown, describe
     from gapless.model.ops import triton as ops_triton
     from gapless.model.probe import probe_parity
-    from gapless.model.run.fused import NotFusable, fuse
+    from gapless.model.run.model import DecoderModel
 
     plain = load_model(
         source,
@@ -295,19 +296,14 @@ def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[Caus
         num_drafts=config.num_drafts,
     ).model
     try:
-        fused = fuse(
-            plain.module,
-            plain,
-            max_positions=config.max_model_len or plain.max_position,
-            ops=ops_triton,
-            attend=attention.attend_cached,
-        )
+        decoder = describe(plain, config.max_model_len or plain.max_position)
+        fused = DecoderModel(plain, decoder, ops_triton, attention.attend_cached)
         small = fused.enable_small_batches()
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:  # where it was measured
             fused.enable_gated()
         if config.check_model:
             probe_parity(plain, fast=fused)
-    except (NotFusable, UnsupportedModelError) as error:
+    except (Unknown, UnsupportedModelError) as error:
         logger.warning("%s runs unfused: %s", plain.name, error)
         return plain, Weights(plain.module, theirs)
     for part, kernels in fused.summary():

@@ -30,33 +30,51 @@ def _rms_norm_kernel(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
+    SCALING: tl.constexpr,
+    inner_ptr=None,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if inner_ptr is not None:
+        first = x.to(tl.float32)
+        own = tl.rsqrt(tl.sum(first * first, 0) / size + eps)
+        inner = tl.load(inner_ptr + column, mask=inside, other=0.0)
+        x = _scaled(first * own, inner, SCALING, out_ptr.dtype.element_ty)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * size + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    normed = _scaled(wide * scale, weight, OFFSET, out_ptr.dtype.element_ty)
+    normed = _scaled(wide * scale, weight, SCALING, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * size + column, normed, mask=inside)
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, stride, size: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(x_ptr, out_ptr, stride, size: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (silu * up).to(dtype), mask=inside)
+    acted = _act(gate, ACT).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (acted * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _act(x, ACT: tl.constexpr):
+    """silu, gelu, gelu by tanh."""
+    if ACT == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return y
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_ptr"])
@@ -88,7 +106,8 @@ def _rope_kernel(
     REST_BLOCK: tl.constexpr,  # 0 if every dimension rotates
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
+    SCALING: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """One token and up to HEADS heads that are all queries, all keys or all values."""
     Q_PARTS: tl.constexpr = (HQ + HEADS - 1) // HEADS
@@ -105,16 +124,18 @@ def _rope_kernel(
     head = first + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (head < heads) & (column < HALF)
-    source = qkv_ptr + token * qkv_stride + (base + head) * D + column
-    a = tl.load(source, mask=inside, other=0.0)
-    b = tl.load(source + HALF, mask=inside, other=0.0)
+    at_a = 2 * column if PAIRS else column
+    at_b = at_a + 1 if PAIRS else column + HALF
+    source = qkv_ptr + token * qkv_stride + (base + head) * D
+    a = tl.load(source + at_a, mask=inside, other=0.0)
+    b = tl.load(source + at_b, mask=inside, other=0.0)
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * cos_stride + column, mask=column < HALF, other=0.0)
     sin = tl.load(sin_ptr + position * sin_stride + column, mask=column < HALF, other=0.0)
     if NORM:
-        weight_a = _either(is_q, q_weight_ptr, k_weight_ptr, column, HALF)
-        weight_b = _either(is_q, q_weight_ptr + HALF, k_weight_ptr + HALF, column, HALF)
+        weight_a = _either(is_q, q_weight_ptr, k_weight_ptr, at_a, 2 * HALF)
+        weight_b = _either(is_q, q_weight_ptr, k_weight_ptr, at_b, 2 * HALF)
     if REST_BLOCK > 0:
         rest_column = tl.arange(0, REST_BLOCK)[None, :] + 2 * HALF
         rest_inside = (head < heads) & (rest_column < D)
@@ -132,10 +153,10 @@ def _rope_kernel(
                 wide_rest = rest.to(tl.float32)
                 square += tl.sum(wide_rest * wide_rest, 1)
             scale = tl.rsqrt(square / D + eps)[:, None]
-            a = _scaled(wide_a * scale, weight_a, OFFSET, dtype)
-            b = _scaled(wide_b * scale, weight_b, OFFSET, dtype)
+            a = _scaled(wide_a * scale, weight_a, SCALING, dtype)
+            b = _scaled(wide_b * scale, weight_b, SCALING, dtype)
             if REST_BLOCK > 0:
-                rest = _scaled(wide_rest * scale, weight_rest, OFFSET, dtype)
+                rest = _scaled(wide_rest * scale, weight_rest, SCALING, dtype)
         # One product at a time, each rounded to the common dtype of the table and qkv.
         product: tl.constexpr = dtype if cos_ptr.dtype.element_ty == dtype else tl.float32
         wide_cos, wide_sin = cos.to(tl.float32), sin.to(tl.float32)
@@ -148,19 +169,19 @@ def _rope_kernel(
         b = (b_cos + a_sin).to(dtype)
 
     if is_q:
-        target = out_ptr + (token * HQ + head) * D + column
-        tl.store(target, a, mask=inside)
-        tl.store(target + HALF, b, mask=inside)
+        target = out_ptr + (token * HQ + head) * D
+        tl.store(target + at_a, a, mask=inside)
+        tl.store(target + at_b, b, mask=inside)
         if REST_BLOCK > 0:
             tl.store(out_ptr + (token * HQ + head) * D + rest_column, rest, mask=rest_inside)
     else:
         place = (slot // BLOCK_SIZE) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_token
         place += is_v.to(tl.int64) * cache_stride_kv
         kept: tl.constexpr = cache_ptr.dtype.element_ty
-        cached = cache_ptr + place + head * cache_stride_head + column
+        cached = cache_ptr + place + head * cache_stride_head
         of_scale = head + is_v.to(tl.int32) * HK
-        tl.store(cached, encode(a, kept, scales_ptr, of_scale, head < heads), mask=inside)
-        tl.store(cached + HALF, encode(b, kept, scales_ptr, of_scale, head < heads), mask=inside)
+        tl.store(cached + at_a, encode(a, kept, scales_ptr, of_scale, head < heads), mask=inside)
+        tl.store(cached + at_b, encode(b, kept, scales_ptr, of_scale, head < heads), mask=inside)
         if REST_BLOCK > 0:
             rest = encode(rest, kept, scales_ptr, of_scale, head < heads)
             tl.store(cache_ptr + place + head * cache_stride_head + rest_column, rest, mask=rest_inside)
@@ -174,26 +195,40 @@ def _either(is_q, q_ptr, k_ptr, column, size):
 
 
 @triton.jit
-def _scaled(x, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    if OFFSET:
+def _scaled(x, weight, SCALING: tl.constexpr, dtype: tl.constexpr):
+    if SCALING == 1:
         return (x * (1.0 + weight.to(tl.float32))).to(dtype)
+    if SCALING == 2:
+        return (x * weight.to(tl.float32)).to(dtype)
     return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scaling: int = 0) -> torch.Tensor:
     """See ``ops_reference.rms_norm``. x must be contiguous but for the stride of its rows."""
-    return _rms_norm(x, None, weight, eps, offset)[0]
+    return _rms_norm(x, None, weight, eps, scaling)[0]
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scaling: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``ops_reference.add_rms_norm``."""
-    return _rms_norm(x, residual, weight, eps, offset)
+    return _rms_norm(x, residual, weight, eps, scaling)
+
+
+def norm_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, inner: torch.Tensor, weight: torch.Tensor, eps: float, scaling: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``ops_reference.norm_add_rms_norm``."""
+    return _rms_norm(x, residual, weight, eps, scaling, inner)
 
 
 def _rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scaling: int,
+    inner: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
     rows = _rows(x)
@@ -214,21 +249,22 @@ def _rms_norm(
             size=size,
             BLOCK=block,
             ADD=residual is not None,
-            OFFSET=offset,
+            SCALING=int(scaling),
+            inner_ptr=inner,
             num_warps=min(16, max(1, block // 512)),
         )
     return out, total
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See ``ops_reference.silu_mul``."""
+def act_mul(gate_up: torch.Tensor, activation: int = 0) -> torch.Tensor:
+    """See ``ops_reference.act_mul``."""
     size = gate_up.shape[-1] // 2
     rows = _rows(gate_up)
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     if rows.shape[0]:
-        _silu_mul_kernel[(rows.shape[0], triton.cdiv(size, block))](
-            rows, out, rows.stride(0), size=size, BLOCK=block, num_warps=4
+        _act_mul_kernel[(rows.shape[0], triton.cdiv(size, block))](
+            rows, out, rows.stride(0), size=size, BLOCK=block, ACT=activation, num_warps=4
         )
     return out
 
@@ -245,8 +281,9 @@ def rope_qk_norm_kv_write(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    offset: bool = False,
+    scaling: int = 0,
     kv_scales: torch.Tensor | None = None,
+    pairs: bool = False,
 ) -> torch.Tensor:
     """See ``ops_reference.rope_qk_norm_kv_write``.
 
@@ -290,7 +327,8 @@ def rope_qk_norm_kv_write(
             REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
             HEADS=heads,
             NORM=q_norm_weight is not None,
-            OFFSET=offset,
+            SCALING=int(scaling),
+            PAIRS=pairs,
             num_warps=2,
         )
     return out

@@ -195,9 +195,7 @@ def _bound(
 ) -> Callable[..., torch.Tensor]:
     """A module's forward that knows the parameters and not the module, which would keep itself alive."""
 
-    def forward(
-        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         return run(flat, experts, top_k_index, top_k_weights).view_as(hidden_states)
 

@@ -193,9 +193,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(
-    y_ptr, weights_ptr, out_ptr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
-):
+def _sum_kernel(y_ptr, weights_ptr, out_ptr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """``WIDE``: the weights are fp32, so that the products are not rounded."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -253,7 +253,7 @@ def _differs(config: Gated, tokens: int, weight: torch.Tensor) -> str:
     """What is wrong with the kernel for so many tokens, in words. Each element counts, so that no tile is missed."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     x = torch.randn(tokens, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-    theirs = ops_triton.silu_mul(functional.linear(x, weight)).float()
+    theirs = ops_triton.act_mul(functional.linear(x, weight)).float()
     try:
         ours = gated(x, weight, config).float()
     except Exception as error:  # of another Triton, or another device than the measured one
@@ -287,7 +287,7 @@ def runner(
                 if product.op == "residual":
                     ops_triton.add_rms_norm(y, before, norm, 1e-6)
                 elif product.op == "glu":
-                    ops_triton.silu_mul(y)
+                    ops_triton.act_mul(y)
             elif product.op == "residual":
                 residual(x, weight, config, space, before, norm, pdl=pdl)
             elif product.op == "glu":

@@ -15,8 +15,6 @@ Shape legend: M tokens, N outputs, K inputs; weights ``[N, K]``, contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -25,13 +23,14 @@ from gapless.device.dependent_launch import OFF, depend, launch_options, support
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.fusion import OPS
 from gapless.model.products.one_token import _one_token_kernel
+from gapless.model.products.stream import Stream
 from gapless.model.products.tensor_cores import _dot_kernel
 
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr, table_ptr, norm_ptr, out_ptr, next_ptr, sq_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    ids_ptr, table_ptr, norm_ptr, out_ptr, next_ptr, sq_ptr, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -40,32 +39,24 @@ def _embed_kernel(
     depend(PDL)
     row = tl.load(ids_ptr + token).to(tl.int64)
     x = tl.load(table_ptr + row * SIZE + column, mask=inside, other=0.0)
+    if SCALED:
+        x = (x.to(tl.float32) * scale).to(x.dtype)
     wide = x.to(tl.float32)
     tl.store(out_ptr + token * SIZE + column, x, mask=inside)
-    tl.store(next_ptr + token * SIZE + column, (wide * weight).to(x.dtype), mask=inside)
+    tl.store(next_ptr + token * SIZE + column, (wide * (1.0 + weight if SHIFT else weight)).to(x.dtype), mask=inside)
     tl.store(sq_ptr + token, tl.sum(wide * wide, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """The residual stream between two products.
-
-    Attributes:
-        residual: ``[M, H]``.
-        x: ``[M, H]``, input of the product that follows: normed, or if there are squares, the residual times the
-            weight of the norm.
-        squares: fp32 ``[M, tiles]``, sums of squares of the residual's tiles.
-    """
-
-    residual: torch.Tensor
-    x: torch.Tensor
-    squares: torch.Tensor | None
-
-
 def embed(
-    ids: torch.Tensor, table: torch.Tensor, norm: torch.Tensor, pdl: int = OFF, out: Stream | None = None
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    norm: torch.Tensor,
+    pdl: int = OFF,
+    out: Stream | None = None,
+    scale: float = 1.0,
+    shift: bool = False,
 ) -> Stream:
-    """Rows of the table, prepared for the first norm."""
+    """Rows of the table, times ``scale``, prepared for the first norm; see `residual` for ``shift``."""
     size = table.shape[1]
     if out is None:
         shape = (ids.shape[0], size)
@@ -76,8 +67,8 @@ def embed(
         )
     block = triton.next_power_of_2(size)
     _embed_kernel[(ids.shape[0],)](
-        ids, table, norm, out.residual, out.x, out.squares, SIZE=size, BLOCK=block, PDL=pdl,
-        num_warps=min(16, max(1, block // 512)), **launch_options(pdl),
+        ids, table, norm, out.residual, out.x, out.squares, scale, SIZE=size, BLOCK=block, PDL=pdl,
+        SCALED=scale != 1.0, SHIFT=shift, num_warps=min(16, max(1, block // 512)), **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -110,10 +101,11 @@ def glu(
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
     pdl: int = OFF,
+    activation: int = 0,
 ) -> torch.Tensor:
-    """``silu(g) * u`` with ``[g, u] = norm(x) @ weight.T``."""
+    """``f(g) * u`` with ``[g, u] = norm(x) @ weight.T``; f as for `gapless.model.ops.reference.act_mul`."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _gemm("glu", x, weight, config, workspace, out, squares=squares, eps=eps, pdl=pdl)
+    _gemm("glu", x, weight, config, workspace, out, squares=squares, eps=eps, pdl=pdl, activation=activation)
     return out
 
 
@@ -127,14 +119,15 @@ def residual(
     *,
     bias: torch.Tensor | None = None,
     pdl: int = OFF,
+    shift: bool = False,
 ) -> Stream:
-    """``residual + (x @ weight.T + bias)``, prepared for the norm with the weight ``norm``."""
+    """``residual + (x @ weight.T + bias)``, prepared for the norm with the weight ``norm``, or 1 + it (``shift``)."""
     total, ahead = torch.empty_like(residual), torch.empty_like(residual)
     tiles = config.tiles(weight.shape[0])
     squares = torch.empty((x.shape[0], tiles), dtype=torch.float32, device=x.device)
     _gemm(
         "residual", x, weight, config, workspace, total, bias=bias, residual=residual, norm=norm, ahead=ahead,
-        squares_out=squares, pdl=pdl,
+        squares_out=squares, pdl=pdl, shift=shift,
     )  # fmt: skip
     return Stream(total, ahead, squares)
 
@@ -155,6 +148,8 @@ def _gemm(
     ahead: torch.Tensor | None = None,
     squares_out: torch.Tensor | None = None,
     pdl: int = OFF,
+    activation: int = 0,
+    shift: bool = False,
 ) -> None:
     m, k = x.shape
     rows = weight.shape[0]
@@ -166,7 +161,8 @@ def _gemm(
     shared = {
         "N": n, "K": k, "SQP": _padded(count), "OP": OPS[op], "BN": config.block_n,
         "BK": config.block_k, "PRE": int(config.preload), "PF": _prefetched(config, x.device),
-        "THREADS": 32 * config.warps, "PDL": pdl, "num_warps": config.warps, **launch_options(pdl),
+        "THREADS": 32 * config.warps, "PDL": pdl, "ACT": activation, "SHIFT": shift,
+        "num_warps": config.warps, **launch_options(pdl),
     }  # fmt: skip
     if not config.dot:
         if m != 1:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gapless.model.products.fusion import _silu
+from gapless.model.products.fusion import _gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _gated_kernel(x_desc, w_desc, out_ptr, M, N, K, BM: tl.constexpr, BN: tl.con
         m = row + tl.arange(0, BM)
         n = col + tl.arange(0, BN)
         mask = (m < M)[:, None] & (n < N)[None, :]
-        tl.store(out_ptr + m[:, None] * N + n[None, :], _silu(gate, up, out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + m[:, None] * N + n[None, :], _gate(gate, up, 0, out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated(x: torch.Tensor, w: torch.Tensor, config: Gated) -> torch.Tensor:

@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 
 from gapless.device.dependent_launch import _prefetch
-from gapless.model.products.fusion import GLU, RESIDUAL, _silu
+from gapless.model.products.fusion import GLU, RESIDUAL, _gate
 
 
 @triton.jit(do_not_specialize=["SQ"])
 def _one_token_kernel(
     x_ptr, w_ptr, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr, SQ, eps,
     N: tl.constexpr, K: tl.constexpr, SQP: tl.constexpr, OP: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PRE: tl.constexpr, PF: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, PRE: tl.constexpr, PF: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr, ACT: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One token needs no tensor core: weights go from memory to registers, many loads of 16 bytes in flight."""
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
@@ -77,12 +78,12 @@ def _one_token_kernel(
         z = tl.sum(up, 1)
         if sq_ptr is not None:
             z *= scale
-        tl.store(out_ptr + n, _silu(y, z, dtype), mask=n_in)
+        tl.store(out_ptr + n, _gate(y, z, ACT, dtype), mask=n_in)
     elif OP == RESIDUAL:
         total = (residual + y.to(dtype).to(tl.float32)).to(dtype)
         tl.store(out_ptr + n, total, mask=n_in)
         wide = total.to(tl.float32)
-        tl.store(next_ptr + n, (wide * weight).to(dtype), mask=n_in)
+        tl.store(next_ptr + n, (wide * (1.0 + weight if SHIFT else weight)).to(dtype), mask=n_in)
         tl.store(sq_out_ptr + tile, tl.sum(wide * wide, 0))
     else:
         tl.store(out_ptr + n, y.to(dtype), mask=n_in)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gapless.device.dependent_launch import _prefetch
-from gapless.model.products.fusion import GLU, RESIDUAL, _silu
+from gapless.model.products.fusion import GLU, RESIDUAL, _gate
 
 
 @triton.jit
@@ -28,7 +28,8 @@ def _dot_kernel(
     x_ptr, w_ptr, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr, part_ptr, count_ptr, M, SQ,
     eps, N: tl.constexpr, K: tl.constexpr, SQP: tl.constexpr, OP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, S: tl.constexpr, PRE: tl.constexpr, PF: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr, ACT: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The weights are the left operand: their tile has the 64 rows that wgmma asks for, the tokens may be few."""
     TILES: tl.constexpr = (N + BN - 1) // BN
@@ -136,14 +137,15 @@ def _dot_kernel(
         sq_out_ptr += tile
     _finish_tile(
         acc, up if OP == GLU else acc, scale if sq_ptr is not None else acc, n, m, M, bias_ptr, sq_ptr, res_ptr,
-        norm_ptr, out_ptr, next_ptr, sq_out_ptr, N, TILES, OP, dtype,
+        norm_ptr, out_ptr, next_ptr, sq_out_ptr, N, TILES, OP, ACT, SHIFT, dtype,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish_tile(
     acc, up, scale, n, m, M, bias_ptr, sq_ptr, res_ptr, norm_ptr, out_ptr, next_ptr, sq_out_ptr,
-    N: tl.constexpr, TILES: tl.constexpr, OP: tl.constexpr, dtype: tl.constexpr,
+    N: tl.constexpr, TILES: tl.constexpr, OP: tl.constexpr, ACT: tl.constexpr, SHIFT: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of a tile ``[BN, BM]``."""
     n_in = n < N
@@ -156,14 +158,14 @@ def _finish_tile(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_in, other=0.0).to(tl.float32)[:, None]
     if OP == GLU:
-        tl.store(out_ptr + place, _silu(acc, up, dtype), mask=mask)
+        tl.store(out_ptr + place, _gate(acc, up, ACT, dtype), mask=mask)
     elif OP == RESIDUAL:
         residual = tl.load(res_ptr + place, mask=mask, other=0.0).to(tl.float32)
         total = (residual + acc.to(dtype).to(tl.float32)).to(dtype)
         tl.store(out_ptr + place, total, mask=mask)
         wide = total.to(tl.float32)
         weight = tl.load(norm_ptr + n, mask=n_in, other=0.0).to(tl.float32)
-        tl.store(next_ptr + place, (wide * weight[:, None]).to(dtype), mask=mask)
+        tl.store(next_ptr + place, (wide * (1.0 + weight if SHIFT else weight)[:, None]).to(dtype), mask=mask)
         tl.store(sq_out_ptr + m * TILES, tl.sum(wide * wide, 0), mask=m < M)
     else:
         tl.store(out_ptr + place, acc.to(dtype), mask=mask)
