@@ -19,13 +19,12 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gapless.model.run.fused import FusedDecoder, FusedLayer
 from torch.nn import functional
 
 from gapless.attention import triton as attention
@@ -33,10 +32,19 @@ from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.device.dependent_launch import EARLY, LATE, OFF
 from gapless.model.ops import reference as ops_reference
 from gapless.model.ops import triton as ops_triton
-from gapless.model.products.choice import Chooser, Product, bucket, candidates, measure
+from gapless.model.parts.attention import Attention
+from gapless.model.parts.decoder import Decoder, Embedding, Head, Layer
+from gapless.model.parts.experts import Gate
+from gapless.model.parts.feed_forward import FeedForward
+from gapless.model.parts.norm import Norm
+from gapless.model.parts.rotary import Rotary
+from gapless.model.products.choice import Product, bucket, candidates, measure
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.few_tokens import glu, plain, residual
-from gapless.model.run.few_tokens import SmallBatch
+from gapless.model.products.weight import Weight
+from gapless.model.run.few_tokens import FewTokens
+from gapless.model.run.model import DecoderModel
+from gapless.model.run.walk import walk
 
 START = time.time()
 DEVICE = torch.device("cuda")
@@ -283,15 +291,6 @@ ranks: dict[tuple[str, int, str], list[GemmConfig | None]] = {}
 # ---- whole forwards ----------------------------------------------------------------------------------------------
 
 
-class Picked(Chooser):
-    def __init__(self, by_m: dict[tuple[int, str, int, int], GemmConfig | None]) -> None:
-        super().__init__(DEVICE)
-        self._by_m = by_m
-
-    def choose(self, product: Product, weights: Any) -> GemmConfig | None:
-        return self._by_m.get((bucket(product.m), product.op, product.n, product.k))
-
-
 class Model:
     """Random weights of one shape, and both decoders over them."""
 
@@ -302,40 +301,44 @@ class Model:
         def normal(n: int, k: int) -> torch.Tensor:
             return torch.randn(n, k, device=DEVICE, dtype=DTYPE).mul_(k**-0.5)
 
-        def norm(n: int) -> torch.Tensor:
-            return (1 + 0.1 * torch.randn(n, device=DEVICE)).to(DTYPE)
+        def norm(n: int) -> Norm:
+            return Norm("rms", (1 + 0.1 * torch.randn(n, device=DEVICE)).to(DTYPE), None, EPS)
 
-        params = AttentionParams(s.d**-0.5)
-        self.layers = [
-            FusedLayer(
-                input_norm=norm(s.hidden), qkv=normal((s.hq + 2 * s.hk) * s.d, s.hidden), qkv_bias=None,
-                q_norm=norm(s.d) if s.qk_norm else None, k_norm=norm(s.d) if s.qk_norm else None,
-                out=normal(s.hidden, s.hq * s.d), out_bias=None, mlp_norm=norm(s.hidden),
-                gate_up=normal(2 * s.width, s.hidden), down=normal(s.hidden, s.width), num_heads=s.hq,
-                attention=params,
-            )
-            for _ in range(s.layers)
-        ]  # fmt: skip
-        self.embedding = torch.randn(s.vocab, s.hidden, device=DEVICE, dtype=DTYPE)
-        self.head = self.embedding if s.tied else normal(s.vocab, s.hidden)
-        self.norm = norm(s.hidden)
         speed = 1e4 ** (-torch.arange(s.d // 2, device=DEVICE) / (s.d // 2))
         angle = torch.arange(8192, device=DEVICE)[:, None] * speed
-        self.rotary = (angle.cos().repeat(1, 2).to(DTYPE), angle.sin().repeat(1, 2).to(DTYPE))
+        rotary = Rotary(angle.cos().repeat(1, 2).to(DTYPE), angle.sin().repeat(1, 2).to(DTYPE))
+        params = AttentionParams(s.d**-0.5)
 
-    def old(self, layers: int) -> FusedDecoder:
+        def layer(place: int) -> Layer:
+            qkv, out = Weight(normal((s.hq + 2 * s.hk) * s.d, s.hidden)), Weight(normal(s.hidden, s.hq * s.d))
+            norms = (norm(s.d), norm(s.d)) if s.qk_norm else (None, None)
+            part = Attention(qkv, out, s.hq, s.hk, s.d, params, rotary, *norms, False, place)
+            up, down = Weight(normal(2 * s.width, s.hidden)), Weight(normal(s.hidden, s.width))
+            return Layer(norm(s.hidden), part, None, norm(s.hidden), FeedForward(up, down, Gate("silu")), None)
+
+        table = torch.randn(s.vocab, s.hidden, device=DEVICE, dtype=DTYPE)
+        head = Weight(table if s.tied else normal(s.vocab, s.hidden))
+        layers = tuple(layer(place) for place in range(s.layers))
+        self.decoder = Decoder(Embedding(table), layers, norm(s.hidden), Head(head))
+
+    def first(self, layers: int) -> Decoder:
+        return replace(self.decoder, layers=self.decoder.layers[:layers])
+
+    def old(self, layers: int) -> DecoderModel:
         about = SimpleNamespace(name="", kv_specs=(), vocab_size=self.shape.vocab, max_position=8192,
                                 eos_token_ids=(), weight_bytes=0, dtype=DTYPE, device=DEVICE)  # fmt: skip
-        return FusedDecoder(about, self.layers[:layers], self.embedding, self.norm, self.head, self.rotary, EPS,  # type: ignore[arg-type]
-                            ops_triton, attention.attend_cached)  # fmt: skip
+        return DecoderModel(about, self.first(layers), ops_triton, attention.attend_cached)  # type: ignore[arg-type]
 
-    def new(self, layers: int, picks: dict[str, GemmConfig | None], m: int, pdl: int, **more: Any) -> SmallBatch:
+    def new(self, layers: int, picks: dict[str, GemmConfig | None], m: int, pdl: int, **more: Any) -> FewTokens:
         table = {}
         for name, config in picks.items():
             p = self.shape.product(name, bucket(m))
             table[bucket(m), p.op, p.n, p.k] = config
-        return SmallBatch(self.layers[:layers], self.embedding, self.norm, self.head, self.rotary, EPS,
-                          attention.attend_cached, limit=m, pdl=pdl, chooser=Picked(table), **more)  # fmt: skip
+
+        def choose(product: Product) -> GemmConfig | None:
+            return table.get((bucket(product.m), product.op, product.n, product.k))
+
+        return FewTokens(self.first(layers), attention.attend_cached, limit=m, pdl=pdl, choose=choose, **more)
 
     def step(
         self, batch: int, ctx: int, layers: int
@@ -413,15 +416,15 @@ def forward(model: Model, picks: Picks, pool: Any, batch: int, ctx: int, row: di
     # `logits_index` is not read by a step that only decodes.
     row["old_ms"] = replay_ms(capture(lambda: old.forward(ids, positions, context(), ids, logits[0])))
 
-    def step(new: SmallBatch) -> Callable[[], None]:
-        return lambda: new.forward(ids, positions, context(), logits[1])
+    def step(new: FewTokens, layers: int = shape.layers) -> Callable[[], None]:
+        return lambda: walk(model.first(layers), new, ids, positions, context(), None, logits[1])
 
     # In the chain the kernels overlap, which may change which one is best: try the runners-up there.
     if (batch, ctx) != (32, 3840):
         for name in NAMES[:4]:
             times: dict[GemmConfig | None, float] = {}
             for config in ranks.get((shape.name, m, name), [])[:3]:
-                times[config] = replay_ms(capture(step(model.new(few, chosen | {name: config}, batch, LATE))), 7)
+                times[config] = replay_ms(capture(step(model.new(few, chosen | {name: config}, batch, LATE), few)), 7)
             if times:
                 best = min(times, key=times.__getitem__)
                 if best != chosen[name]:
@@ -450,6 +453,17 @@ def forward(model: Model, picks: Picks, pool: Any, batch: int, ctx: int, row: di
     row["same argmax"] = float((outs["late"].argmax(1) == logits[0].argmax(1)).float().mean())
 
 
+def _wide(part: Any) -> Any:
+    """A part, or a decoder, in fp32."""
+    if isinstance(part, torch.Tensor):
+        return part.float()
+    if isinstance(part, tuple):
+        return tuple(map(_wide, part))
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    return replace(part, **{f.name: _wide(getattr(part, f.name)) for f in fields(part) if f.init})
+
+
 def accuracy(model: Model, picks: Picks) -> None:
     """Few layers against fp32: the new path must not be further off than the old one."""
     s = model.shape
@@ -460,16 +474,11 @@ def accuracy(model: Model, picks: Picks) -> None:
         got["new"] = torch.empty_like(got["old"])
         model.old(layers).forward(ids, positions, context(), ids, got["old"])
         chosen = {name: picks.get((s.name, bucket(batch), name)) for name in NAMES}
-        model.new(layers, chosen, batch, LATE).forward(ids, positions, context(), got["new"])
+        new = model.new(layers, chosen, batch, LATE)
+        walk(model.first(layers), new, ids, positions, context(), None, got["new"])
         wide = Model.__new__(Model)
         wide.shape = s
-        wide.layers = [
-            FusedLayer(**{f: v.float() if isinstance(v, torch.Tensor) else v for f in FusedLayer.__slots__
-                          for v in [getattr(layer, f)]})
-            for layer in model.layers[:layers]
-        ]  # fmt: skip
-        wide.embedding, wide.head, wide.norm = model.embedding.float(), model.head.float(), model.norm.float()
-        wide.rotary = (model.rotary[0].float(), model.rotary[1].float())
+        wide.decoder = _wide(model.first(layers))
         ctx32 = context()
         ctx32 = replace(ctx32, kv_caches=[c.float() for c in ctx32.kv_caches], scratch={})
         want = torch.empty(batch, s.vocab, dtype=torch.float32, device=DEVICE)

@@ -25,7 +25,7 @@ from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES, random_model
 from gapless.device.cuda import CudaDevice, CudaEvent
 from gapless.device.dependent_launch import OFF
-from gapless.model.run.few_tokens import SmallBatch
+from gapless.model.run.few_tokens import FewTokens
 from gapless.runner.graphs import Graphs
 from gapless.runner.slot import Slot
 
@@ -144,8 +144,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.no_dependent_launch:
-        assert SmallBatch.__init__.__kwdefaults__ is not None
-        SmallBatch.__init__.__kwdefaults__["pdl"] = OFF
+        assert FewTokens.__init__.__kwdefaults__ is not None
+        FewTokens.__init__.__kwdefaults__["pdl"] = OFF
     model = random_model(args.shape, torch.device("cuda"), torch.bfloat16)
     prompts = [{"prompt_token_ids": [10 + i] * 128} for i in range(args.batch)]
     params = gapless.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)

@@ -144,8 +144,11 @@ def test_triton_act_mul(dtype: torch.dtype, size: int) -> None:
     from gapless.model.ops import triton as ops_triton
 
     gate_up = randn(3, 2 * size, dtype=dtype) * 4
-    for activation in (0, 1, 2):
-        close(ops_triton.act_mul(gate_up, activation), reference.act_mul(gate_up, activation), 4)
+    close(ops_triton.act_mul(gate_up), reference.act_mul(gate_up), 2)
+    error = max((32 if truncates(gate_up) else 8) * torch.finfo(dtype).eps, 1e-5)  # far from zero a gelu cancels
+    for activation in (1, 2):
+        ours, theirs = ops_triton.act_mul(gate_up, activation), reference.act_mul(gate_up, activation)
+        torch.testing.assert_close(ours, theirs, rtol=error, atol=error)
 
 
 @runs_kernels
