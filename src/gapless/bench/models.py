@@ -20,6 +20,56 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "max_position_embeddings": 40960, "tie_word_embeddings": True,
     },
+    "llama-1b": {  # Llama-3.2-1B
+        "kind": "Llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "kind": "Qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "kind": "Qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    },
+    "gemma3-4b": {  # the text part
+        "kind": "Gemma3", "config": "Gemma3TextConfig", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262208, "sliding_window": 1024, "max_position_embeddings": 131072,
+    },
+    "gemma2-2b": {
+        "kind": "Gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
+        "sliding_window": 4096, "max_position_embeddings": 8192,
+    },
+    "phi4-mini": {
+        "kind": "Phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064, "partial_rotary_factor": 0.75,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    },
+    "olmo2-7b": {
+        "kind": "Olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    },
+    "glm4-9b": {
+        "kind": "Glm4", "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    },
+    "nemo-12b": {  # Mistral-Nemo-12B
+        "kind": "Mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+        "max_position_embeddings": 131072, "sliding_window": None, "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {  # in bfloat16
+        "kind": "GptOss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "max_position_embeddings": 131072,
+    },
     "qwen3-30b-a3b-24": {  # 24 of the 48 layers of Qwen3-30B-A3B
         "kind": "Qwen3Moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -46,7 +96,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
 
     options = {**SHAPES[shape], **changes}
     kind = options.pop("kind")
-    config = getattr(transformers, f"{kind}Config")(**options, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    config = getattr(transformers, options.pop("config", f"{kind}Config"))(**options, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     torch.manual_seed(seed)
     with device:
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype)
