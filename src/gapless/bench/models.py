@@ -96,7 +96,8 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
 
     options = {**SHAPES[shape], **changes}
     kind = options.pop("kind")
-    config = getattr(transformers, options.pop("config", f"{kind}Config"))(**options, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    made = getattr(transformers, options.pop("config", f"{kind}Config"))
+    config = made(**options, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     torch.manual_seed(seed)
     with device:
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype)

@@ -183,8 +183,8 @@ def _rope_kernel(
         tl.store(cached + at_a, encode(a, kept, scales_ptr, of_scale, head < heads), mask=inside)
         tl.store(cached + at_b, encode(b, kept, scales_ptr, of_scale, head < heads), mask=inside)
         if REST_BLOCK > 0:
-            rest = encode(rest, kept, scales_ptr, of_scale, head < heads)
-            tl.store(cache_ptr + place + head * cache_stride_head + rest_column, rest, mask=rest_inside)
+            coded = encode(rest, kept, scales_ptr, of_scale, head < heads)
+            tl.store(cache_ptr + place + head * cache_stride_head + rest_column, coded, mask=rest_inside)
 
 
 @triton.jit
