@@ -29,8 +29,9 @@ class LLM:
     """A model and the engine that runs it.
 
     Args:
-        model: a Hugging Face folder or name, a GGUF file, or a ``transformers`` model that you have already (it is not
-            changed, and its weights are shared).
+        model: a Hugging Face folder or name, a GGUF file, or a ``transformers`` model that you have already. It is not
+            changed, and its weights are shared: on a GPU neighbouring projections (q, k, v; gate, up) are merged, and
+            your parameters become views of the merged storage, with the values that they had.
         tokenizer: a ``transformers`` tokenizer; by default the model's own, if there is one.
         options: every field of `EngineConfig`, by name.
 
