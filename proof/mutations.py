@@ -371,8 +371,8 @@ FAULTS = [
         "the hash of a block leaves its parent out",
         "5",
         _one(
-            PREFIX, "_hashes", "block_keys(hashes[-1] if have else ROOT, contents, self._rows.cache_keys[row])",
-            "[block_keys(ROOT, [one], self._rows.cache_keys[row])[0] for one in contents]",
+            PREFIX, "_hashes", "block_keys(hashes[-1] if have else self._root, contents, self._rows.cache_keys[row])",
+            "[block_keys(self._root, [one], self._rows.cache_keys[row])[0] for one in contents]",
         ),
     ),
 ]  # fmt: skip

@@ -1,13 +1,19 @@
-"""One frame of `gapless top`, as lines of text."""
+"""One frame of `gapless top`, for `rich` to lay out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gapless.server.top.exposition import Difference, percentile
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gapless.server.top.reading import Difference, percentile
 
 BAR = 20
-LABEL, GAP = 8, "   "
+STEP_COUNTS = {"copies": "copies", "waits": "syncs"}
 LATENCIES = (
     ("first token", "time_to_first_token_seconds"),
     ("between tokens", "inter_token_latency_seconds"),
@@ -28,9 +34,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _bar(share: float | None) -> str:
-    full = round(BAR * min(max(share or 0.0, 0.0), 1.0))
-    return "[" + "#" * full + "." * (BAR - full) + "]"
+def _bar(share: float | None) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=min(max(share or 0.0, 0.0), 1.0), width=BAR)
 
 
 def seconds(value: float | None) -> str:
@@ -53,23 +58,35 @@ def scaled(value: float | None, unit: str) -> str:
     return f"{value / 1e15:.3g} P{unit}"
 
 
-def _line(label: str, items: Iterable[str], width: int) -> list[str]:
+def _latencies(change: Difference) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 2, 0, 0))
+    table.add_column("latency", no_wrap=True, overflow="ignore")
+    for name in (*(f"p{p}" for p in PERCENTILES), "mean"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, metric in LATENCIES:
+        buckets = change.buckets(metric)
+        table.add_row(name, *(seconds(percentile(buckets, p)) for p in PERCENTILES), seconds(change.mean(metric)))
+    return table
+
+
+class _Rows:
     """A label and what belongs to it, on as many lines as the width asks for."""
-    lines = [f"{label:<{LABEL}}"]
-    for i, item in enumerate(items):
-        if i and len(lines[-1]) + len(GAP) + len(item) > width:
-            lines.append(" " * LABEL)
-        lines[-1] += GAP + item
-    return lines
+
+    def __init__(self) -> None:
+        self.grid = Table.grid(padding=(0, 3, 0, 0))
+        self.grid.add_column(no_wrap=True, min_width=8)
+        self.grid.add_column()
+
+    def add(self, label: str, *items: str | RenderableType) -> None:
+        self.grid.add_row(label, Columns(items, padding=(0, 3, 0, 0)))
 
 
-def frame(change: Difference, title: Iterable[str], width: int = 120) -> list[str]:
-    """Lines without colours.
+def frame(change: Difference, title: Iterable[str]) -> RenderableType:
+    """The whole screen.
 
     Args:
         change: what happened since an earlier reading; gauges are of the later one.
         title: parts of the first line, after the name of the command.
-        width: that lines should not exceed; what belongs together is not broken.
     """
     now = change.now
     kv = now.value("kv_cache_usage_perc")
@@ -77,67 +94,62 @@ def frame(change: Difference, title: Iterable[str], width: int = 120) -> list[st
     ended = ", ".join(f"{reason} {rate:.1f}" for reason, rate in ends.items() if rate) or "none"
     rejected = change.rate("admission_rejections_total")
     deferred = now.value("num_requests_waiting_by_reason", reason="deferred")
-    requests = [
+    rows = _Rows()
+    _gpu(change, rows)
+    rows.add(
+        "requests",
         f"running {_number(now.value('num_requests_running'), 0)}",
         f"waiting {_number(now.value('num_requests_waiting'), 0)}",
         *([f"of them held back {deferred:.0f}"] if deferred else []),
         f"ended per s: {ended}",
         *([f"refused per s: {rejected:.1f}"] if rejected else []),
-    ]
-    tokens = [
+    )
+    rows.add(
+        "tokens/s",
         f"prompt {_rate(change.rate('prompt_tokens_total'))}",
         f"new {_rate(change.rate('generation_tokens_total'))}",
-    ]
-    cache = [
-        f"{_percent(kv):>7} {_bar(kv)}",
+    )
+    rows.add(
+        "KV cache",
+        _percent(kv),
+        _bar(kv),
         f"prefix hits {_percent(change.share('prefix_cache_hits_total', 'prefix_cache_queries_total'))}",
         f"preemptions/s {_number(change.rate('num_preemptions_total'))}",
-    ]
-    lines = [
-        *_line("gapless top", title, width),
-        "",
-        *_gpu(change, width),
-        *_line("requests", requests, width),
-        *_line("tokens/s", tokens, width),
-        *_line("KV cache", cache, width),
-        "",
-        f"{'latency':<16}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES) + f"{'mean':>10}",
-    ]
-    for name, metric in LATENCIES:
-        buckets = change.buckets(metric)
-        cells = [seconds(percentile(buckets, p)) for p in PERCENTILES]
-        lines.append(f"{name:<16}" + "".join(f"{c:>10}" for c in [*cells, seconds(change.mean(metric))]))
+    )
+    parts: list[RenderableType] = [Text("   ".join(["gapless top", *title]), "bold"), "", rows.grid, ""]
+    parts.append(_latencies(change))
     steps = change.grown("steps_total")
     if steps:
         host = change.rates("step_host_seconds_total", "stage")
-        parts = [f"{stage} {seconds(rate * change.seconds / steps)}" for stage, rate in host.items() if rate]
-        parts[:1] = [f"host: {part}" for part in parts[:1]]
-        lines += ["", *_line("per step", parts, width)]
-    return lines
+        stages = [f"{stage} {seconds(rate * change.seconds / steps)}" for stage, rate in host.items() if rate]
+        stages[:1] = [f"host: {part}" for part in stages[:1]]
+        per_step = _Rows()
+        per_step.add("per step", *stages)
+        parts += ["", per_step.grid]
+    return Group(*parts)
 
 
-def _gpu(change: Difference, width: int) -> list[str]:
+def _gpu(change: Difference, rows: _Rows) -> None:
     """Busy, idle and why: shares of the time that the server counted, else nothing."""
     busy = change.grown("gpu_busy_seconds_total")
     idle = {cause: rate * change.seconds for cause, rate in change.rates("gpu_idle_seconds_total", "cause").items()}
     if busy is None:
-        return []
+        return
     total = busy + sum(idle.values())
     share = busy / total if total > 0 else None
     causes = [f"{cause} {_percent(value / total if total > 0 else None)}" for cause, value in idle.items()]
     causes[:1] = [f"idle: {cause}" for cause in causes[:1]]
-    steps = [
+    rows.add("GPU busy", _percent(share), _bar(share), *causes)
+    each = {what: change.share(f"gpu_{name}_total", "steps_total") for what, name in STEP_COUNTS.items()}
+    rows.add(
+        "steps/s",
         _rate(change.rate("steps_total")),
         f"in flight {_number(change.now.value('inflight_steps'), 0)}",
         f"overrun {_percent(change.share('overrun_tokens_total', 'generation_tokens_total'))} of new tokens",
-    ]
-    for what, name in (("copies", "gpu_copies_total"), ("waits", "gpu_syncs_total")):
-        if (each := change.share(name, "steps_total")) is not None:
-            steps.append(f"{what}/step {each:.1f}")
-    lines = _line("GPU busy", [f"{_percent(share):>7} {_bar(share)}", *causes], width)
-    lines += _line("steps/s", steps, width)
+        *(f"{what}/step {count:.1f}" for what, count in each.items() if count is not None),
+    )
     if (flops := change.rate("estimated_flops_per_gpu_total")) is not None:
         read, written = (change.rate(f"estimated_{what}_bytes_per_gpu_total") for what in ("read", "write"))
-        parts = [scaled(flops, "FLOP/s"), f"read {scaled(read, 'B/s')}", f"written {scaled(written, 'B/s')}"]
-        lines += _line("estimate", parts, width)
-    return lines
+        rows.add(
+            "estimate", scaled(flops, "FLOP/s"), f"read {scaled(read, 'B/s')}", f"written {scaled(written, 'B/s')}"
+        )

@@ -1,46 +1,30 @@
-"""Prometheus' text format, read: samples by name and labels, rates and percentiles between two readings."""
+"""What a server says of itself at /metrics: samples by name and labels, rates and percentiles between two readings."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*\Z")
-_LABEL = re.compile(r'\s*([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|\Z)')
-_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+from prometheus_client.parser import text_string_to_metric_families
 
 Labels = Mapping[str, str]
 Samples = dict[str, list[tuple[Labels, float]]]
 
 
 def parse(text: str) -> Samples:
-    """All samples.
+    """All samples of Prometheus' text format.
 
     Raises:
-        ValueError: a line is none.
+        ValueError: it is not that.
     """
     found: Samples = {}
-    for line in text.splitlines():
-        if not line.strip() or line.startswith("#"):
-            continue
-        match = _SAMPLE.match(line)
-        if match is None:
-            raise ValueError(f"not a sample of Prometheus' text format: {line[:80]!r}")
-        name, labels, value = match.groups()
-        found.setdefault(name, []).append((_labels(labels or "", line), float(value)))
-    return found
-
-
-def _labels(text: str, line: str) -> Labels:
-    found, at = {}, 0
-    while at < len(text.rstrip()):
-        match = _LABEL.match(text, at)
-        if match is None:
-            raise ValueError(f"not labels of Prometheus' text format: {line[:80]!r}")
-        found[match[1]] = re.sub(r'\\[\\"n]', lambda m: _ESCAPES[m[0]], match[2])
-        at = match.end()
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
+    except (ValueError, IndexError, KeyError) as error:  # the parser does not say which a bad line gives
+        raise ValueError(f"not Prometheus' text format: {error}") from error
     return found
 
 
