@@ -20,8 +20,8 @@ from gapless.bench.models import floor_ms, random_model, step_bytes
 from gapless.bench.table import grid, of_floor, step_ms, table
 from gapless.bench.workloads import WORKLOADS, Workload, nano, uniform, workload
 from gapless.cli import COMMANDS, main
-from gapless.cli.parser import Parser, UsageError
-from gapless.errors import ConfigError
+from gapless.cli.parser import Parser
+from gapless.errors import ConfigError, InputError
 from gapless.trace import command as trace_command
 from text_tokenizers import byte_level
 
@@ -69,7 +69,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     load = from_prompts(str(file), tokenizer, 1000, 7)
     assert (load.output_lens, load.prompts()[1], load.name) == ((7, 4), [1, 2], "p")
     file.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    with pytest.raises(UsageError, match=r"p\.jsonl:1"):
+    with pytest.raises(InputError, match=r"p\.jsonl:1"):
         from_prompts(str(file), tokenizer, 1000, 7)
     talk = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "a long question"}, {"from": "gpt", "value": "a longer answer"}]
@@ -79,7 +79,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert load.output_lens[0] == len(tokenizer.encode("a longer answer", add_special_tokens=False))
     for content, words in (("{}", "a list"), ("nonsense", "not JSON"), ("[]", "no conversation"), ("[3]", "item 0")):
         talk.write_text(content)
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(InputError, match=words):
             from_sharegpt(str(talk), tokenizer, 2, None)
 
 

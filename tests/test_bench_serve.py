@@ -22,7 +22,7 @@ from gapless.bench.serve_load import Ask, arrivals, prompts_file_asks, random_as
 from gapless.bench.serve_report import goodput, peaks, report, result
 from gapless.bench.serve_run import Record, Target, run, send
 from gapless.cli import main
-from gapless.cli.parser import UsageError
+from gapless.errors import InputError
 from mock_openai import END, HEAD, Handler, MockServer, Write, answer, chunk, event
 
 ASK = Ask([1, 2, 3], 3, 4)
@@ -307,13 +307,13 @@ def test_files(tmp_path: Path) -> None:
     talk = [{"value": "one two three four five"}, {"value": "a b c d e"}]
     share.write_text(json.dumps([{"conversations": talk}, {"conversations": talk[:1]}]))
     assert sharegpt_asks(str(share), 3, None, 5, 0) == [Ask("one two three four five", 5, 5)] * 3
-    with pytest.raises(UsageError, match="--tokenizer"):
+    with pytest.raises(InputError, match="--tokenizer"):
         sharegpt_asks(str(share), 3, None, None, 0)
     lines = tmp_path / "p.jsonl"
     lines.write_text('{"prompt": "a b"}\n\n{"prompt": "c", "max_tokens": 3}\n')
     assert prompts_file_asks(str(lines), None, None, 7) == [Ask("a b", 2, 7), Ask("c", 1, 3)]
     lines.write_text('{"text": "a b"}\n')
-    with pytest.raises(UsageError, match=":1: an object"):
+    with pytest.raises(InputError, match=":1: an object"):
         prompts_file_asks(str(lines), None, None, 7)
 
 

@@ -257,7 +257,9 @@ def test_on_a_terminal(server: _Server) -> None:
     os.close(ours)
 
 
-def test_without_its_extra(server: _Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_extra(
+    server: _Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "gapless.server.top.watch", raising=False)
     monkeypatch.setitem(sys.modules, "rich.live", None)
     assert main(["top", server.url, "--once"]) == 1

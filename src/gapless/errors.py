@@ -40,6 +40,18 @@ class AdapterError(ValueError):
     """A LoRA adapter cannot be loaded or unloaded. Nothing has changed; running requests are not touched."""
 
 
+class InputError(ValueError):
+    """A file that was named is wrong, or does not go with what else was asked for. The message names file and line."""
+
+
+class UnavailableError(RuntimeError):
+    """What was asked for needs a package, a device or a server that is not there."""
+
+
+class BenchmarkError(RuntimeError):
+    """A measurement cannot be made, or would not count."""
+
+
 class UnsupportedModelError(ValueError):
     """The model holds a part that this engine would compute wrongly. Raised at load, naming the part."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gapless.bench.workloads import Workload
-from gapless.cli.parser import UsageError
 from gapless.cli.prompts import jobs_from_file
+from gapless.errors import InputError
 from gapless.text.chat import encode_prompt
 
 SHORTEST, LONGEST = 4, 1024
@@ -20,13 +20,13 @@ def from_prompts(path: str, tokenizer: Any, vocab_size: int, output_len: int) ->
     """Texts, one a line, or JSONL as ``gapless generate --file`` takes it; ``max_tokens`` of a line counts.
 
     Raises:
-        UsageError, RequestError: naming the line.
+        InputError, RequestError: naming the line.
     """
     jobs = jobs_from_file(path, None, {"max_tokens": output_len}, chat=False)
     ids = []
     for job in jobs:
         if job.messages is not None:
-            raise UsageError(f"{job.where}: messages are not for benchmarks: give prompt or prompt_token_ids")
+            raise InputError(f"{job.where}: messages are not for benchmarks: give prompt or prompt_token_ids")
         ids.append(tuple(int(i) for i in encode_prompt(job.prompt, tokenizer, vocab_size).token_ids))
     outputs = tuple(job.params.max_tokens or output_len for job in jobs)
     return Workload(Path(path).stem, tuple(map(len, ids)), outputs, fixed_prompts=tuple(ids))
@@ -40,10 +40,10 @@ def from_sharegpt(path: str, tokenizer: Any, limit: int, output_len: int | None)
         output_len: instead of the answers' lengths.
 
     Raises:
-        UsageError: the file is not of that form, there is no tokenizer, or no conversation fits.
+        InputError: the file is not of that form, there is no tokenizer, or no conversation fits.
     """
     if tokenizer is None:
-        raise UsageError("--sharegpt needs a model with a tokenizer: give --model")
+        raise InputError("--sharegpt needs a model with a tokenizer: give --model")
     prompts, outputs = [], []
     for question, answer in turns(path):
         ids, reply = (tokenizer.encode(text, add_special_tokens=False) for text in (question, answer))
@@ -54,7 +54,7 @@ def from_sharegpt(path: str, tokenizer: Any, limit: int, output_len: int | None)
         if len(prompts) == limit:
             break
     if not prompts:
-        raise UsageError(f"{path}: no conversation has {SHORTEST} to {LONGEST} tokens in question and answer")
+        raise InputError(f"{path}: no conversation has {SHORTEST} to {LONGEST} tokens in question and answer")
     return Workload(Path(path).stem, tuple(map(len, prompts)), tuple(outputs), fixed_prompts=tuple(prompts))
 
 
@@ -62,20 +62,20 @@ def turns(path: str) -> Iterator[tuple[str, str]]:
     """First two texts of each conversation of a file in the form of ShareGPT.
 
     Raises:
-        UsageError: the file is not of that form.
+        InputError: the file is not of that form.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
+        raise InputError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, list):
-        raise UsageError(f"{path}: a list of conversations is needed")
+        raise InputError(f"{path}: a list of conversations is needed")
     for i, item in enumerate(data):
         turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
         if not isinstance(turns, list):
-            raise UsageError(f'{path}: item {i} has no list "conversations"')
+            raise InputError(f'{path}: item {i} has no list "conversations"')
         texts = [str(t["value"]) for t in turns if isinstance(t, dict) and "value" in t]
         if len(texts) >= 2:
             yield texts[0], texts[1]

@@ -20,7 +20,7 @@ from gapless.bench.measure import WARM_TOKENS, Figures
 from gapless.bench.peer_attention import attention
 from gapless.bench.sweep import Row, Subject, free, row_of
 from gapless.bench.workloads import Workload
-from gapless.cli.parser import CommandError
+from gapless.errors import BenchmarkError
 
 BLOCK_SIZE = 256
 logger = logging.getLogger("gapless")
@@ -40,7 +40,7 @@ def compare(
     for mode in dict.fromkeys(modes):
         for load in loads:
             if load.rate is not None:
-                raise CommandError("--rate and --compare do not go together yet: the peer gets all requests at once")
+                raise BenchmarkError("--rate and --compare do not go together yet: the peer gets all requests at once")
             with Peer(subject, load, mode, attention_name).started() as engine:
                 rows.append(row_of(engine.measure(), subject, load))
             show(rows[-1])
@@ -57,7 +57,7 @@ class Peer:
 
     def __init__(self, subject: Subject, load: Workload, mode: str, attention_name: str = "auto") -> None:
         if mode == "async" and subject.device.type != "cuda":
-            raise CommandError("transformers' asynchronous batching needs CUDA: use transformers-sync")
+            raise BenchmarkError("transformers' asynchronous batching needs CUDA: use transformers-sync")
         import transformers
 
         self.name = f"transformers {transformers.__version__} {mode}"
@@ -121,7 +121,7 @@ class Peer:
         wall = time.perf_counter() - start
         expected = sum(new_tokens or n for n in load.output_lens)
         if tokens != expected:
-            raise CommandError(f"{self.name} made {tokens} tokens, not {expected}")
+            raise BenchmarkError(f"{self.name} made {tokens} tokens, not {expected}")
         return wall, tokens
 
     def finished_any(self) -> bool:
@@ -135,12 +135,12 @@ class Peer:
             result = self._manager.get_result(timeout=1.0)
             if result is None:
                 if not self._manager.is_running():
-                    raise CommandError(f"{self.name} stopped: see its log")
+                    raise BenchmarkError(f"{self.name} stopped: see its log")
                 continue
             if result.is_finished() and result.request_id in waiting:
                 waiting.discard(result.request_id)
                 if result.error is not None:
-                    raise CommandError(f"{self.name}: {result.error}")
+                    raise BenchmarkError(f"{self.name}: {result.error}")
                 tokens += len(result.generated_tokens)
         return tokens
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gapless.cli.parser import CommandError
+from gapless.errors import UnavailableError
 
 NAMES = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
          "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn")  # fmt: skip
@@ -66,12 +66,12 @@ def attention(model: Any, name: str, device: torch.device) -> Iterator[None]:
             config._attn_implementation_internal = before
         return
     if not (device.type == "cuda" and half):
-        raise CommandError("--peer-attention builtin-flash needs a GPU and float16 or bfloat16")
+        raise UnavailableError("--peer-attention builtin-flash needs a GPU and float16 or bfloat16")
     import transformers.modeling_flash_attention_utils as flash
 
     saved = {n: getattr(flash, n) for n in NAMES if hasattr(flash, n)}
     if "_flash_varlen_fn" not in saved or not hasattr(flash, "_lazy_define_process_function"):
-        raise CommandError("this transformers has no place for builtin-flash: try --peer-attention sdpa")
+        raise UnavailableError("this transformers has no place for builtin-flash: try --peer-attention sdpa")
     chosen = "paged|flash_attention_2" if _has_prefix() else "flash_attention_2"
     made: Any = flash
     made._loaded_implementation = chosen

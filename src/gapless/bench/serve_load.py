@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless.bench.files import LONGEST, SHORTEST, turns
-from gapless.cli.parser import UsageError
+from gapless.errors import InputError
 
 _COMMON = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you
@@ -117,10 +117,10 @@ def sharegpt_asks(path: str, count: int, tokenizer: Any, output_len: int | None,
         output_len: instead of the answers' lengths.
 
     Raises:
-        UsageError: the file is not of that form, or there is nothing to learn the lengths from.
+        InputError: the file is not of that form, or there is nothing to learn the lengths from.
     """
     if tokenizer is None and output_len is None:
-        raise UsageError("the answers' lengths are counted in tokens: give --tokenizer, or --output-len")
+        raise InputError("the answers' lengths are counted in tokens: give --tokenizer, or --output-len")
     found = []
     for question, answer in turns(path):
         if tokenizer is None:
@@ -130,7 +130,7 @@ def sharegpt_asks(path: str, count: int, tokenizer: Any, output_len: int | None,
         if SHORTEST <= size <= LONGEST and (output_len or reply) >= SHORTEST and size + reply <= 2 * LONGEST:
             found.append(Ask(question, size, output_len or reply))
     if not found:
-        raise UsageError(f"{path}: no conversation has a usable length")
+        raise InputError(f"{path}: no conversation has a usable length")
     random.Random(seed).shuffle(found)
     return [found[i % len(found)] for i in range(count)]
 
@@ -142,12 +142,12 @@ def prompts_file_asks(path: str, count: int | None, tokenizer: Any, output_len: 
         count: that many, from the start again if there are too few; None for the file's own number.
 
     Raises:
-        UsageError: naming the line.
+        InputError: naming the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {error}") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -159,11 +159,11 @@ def prompts_file_asks(path: str, count: int | None, tokenizer: Any, output_len: 
                 text = item["prompt"]
                 new = int(item.get("output_tokens", item.get("max_tokens", output_len)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UsageError(f'{path}:{number}: an object with "prompt" is needed ({error!r})') from error
+                raise InputError(f'{path}:{number}: an object with "prompt" is needed ({error!r})') from error
             if not isinstance(text, str) or not text or new < 1:
-                raise UsageError(f"{path}:{number}: prompt must be a text, and max_tokens an integer >= 1")
+                raise InputError(f"{path}:{number}: prompt must be a text, and max_tokens an integer >= 1")
         size = len(text.split()) if tokenizer is None else len(tokenizer.encode(text, add_special_tokens=False))
         found.append(Ask(text, size, new))
     if not found:
-        raise UsageError(f"{path}: there is no prompt in it")
+        raise InputError(f"{path}: there is no prompt in it")
     return [found[i % len(found)] for i in range(count or len(found))]

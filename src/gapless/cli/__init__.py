@@ -17,7 +17,16 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from gapless.cli.parser import CommandError, Parser, UsageError
-from gapless.errors import AdapterError, ConfigError, RequestError, UnsupportedModelError, did_you_mean
+from gapless.errors import (
+    AdapterError,
+    BenchmarkError,
+    ConfigError,
+    InputError,
+    RequestError,
+    UnavailableError,
+    UnsupportedModelError,
+    did_you_mean,
+)
 
 COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
@@ -56,9 +65,9 @@ def _guarded(run: Callable[[], int]) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UsageError, ConfigError, RequestError, AdapterError) as error:
+    except (InputError, ConfigError, RequestError, AdapterError) as error:
         return _say(f"error: {error}", 2)
-    except (CommandError, UnsupportedModelError, OSError) as error:
+    except (CommandError, UnavailableError, BenchmarkError, UnsupportedModelError, OSError) as error:
         return _say(f"error: {error}", 1)
     return code
 

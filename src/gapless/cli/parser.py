@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gapless.errors import did_you_mean
+from gapless.errors import InputError, did_you_mean
 
 _NUMBER = re.compile(r"-\d|-\.\d")
 
 
-class UsageError(ValueError):
+class UsageError(InputError):
     """The command line, or a file that it names, is wrong. Exit code 2."""
 
 

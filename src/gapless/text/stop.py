@@ -1,9 +1,7 @@
 """Stop strings over streamed text.
 
-The strings form an Aho-Corasick automaton (Aho and Corasick, 1975), which reads each character once, so
-that the cost of a token depends on its own text only, not on what came before or on how many strings there
-are. Its state is the longest end of the text that begins a stop string; exactly that much text is held
-back, and nothing more.
+Of the text, exactly that much is held back that may still become a stop string: the longest end that begins one. So a
+token costs a search in its own text and in what is held, however much came before.
 
 **Which match wins.** The one that is *complete* first, as if the text arrived character by character; of
 several that end at the same character, the longest. So the result does not depend on how the text was split
@@ -16,58 +14,28 @@ from 1; it may begin in earlier tokens. A match that is complete earlier is ordi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 
 
-class _Automaton:
-    """Node 0 is the root. ``pending[node]``: length of the longest end of the text that begins a stop string."""
-
-    __slots__ = ("children", "fail", "match", "pending")
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self.children: list[dict[str, int]] = [{}]
-        self.match: list[str | None] = [None]
-        depth = [0]
-        for string in strings:
-            node = 0
-            for char in string:
-                child = self.children[node].get(char)
-                if child is None:
-                    child = len(self.children)
-                    self.children[node][char] = child
-                    self.children.append({})
-                    self.match.append(None)
-                    depth.append(depth[node] + 1)
-                node = child
-            self.match[node] = string
-        self.fail = [0] * len(depth)
-        self.pending = [0] * len(depth)
-        todo = deque([0])
-        while todo:  # breadth first: a node's fail link is shallower than the node
-            node = todo.popleft()
-            self.pending[node] = depth[node] if self.children[node] else self.pending[self.fail[node]]
-            if self.match[node] is None:
-                self.match[node] = self.match[self.fail[node]]
-            for char, child in self.children[node].items():
-                if node:
-                    self.fail[child] = self.step(self.fail[node], char)
-                todo.append(child)
-
-    def step(self, node: int, char: str) -> int:
-        while True:
-            child = self.children[node].get(char)
-            if child is not None:
-                return child
-            if not node:
-                return 0
-            node = self.fail[node]
+def _first_match(text: str, strings: Sequence[str], known: int) -> tuple[int, int] | None:
+    """End and start of the match that is complete first, behind the ``known`` characters that were searched before."""
+    best = None
+    for string in strings:
+        start = text.find(string, max(known - len(string) + 1, 0))
+        if start >= 0:
+            found = (start + len(string), start)
+            best = min(best, found) if best else found
+    return best
 
 
-@lru_cache(maxsize=256)
-def _automaton(strings: tuple[str, ...]) -> _Automaton:
-    return _Automaton(strings)
+def _pending(text: str, string: str) -> int:
+    """Length of the longest end of the text that begins the string, and is shorter."""
+    start = max(len(text) - len(string) + 1, 0)
+    while (start := text.find(string[0], start)) >= 0:
+        if string.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0
 
 
 class StopMatcher:
@@ -79,15 +47,15 @@ class StopMatcher:
         include: the text keeps the match.
     """
 
-    __slots__ = ("_automaton", "_held", "_include", "_min_tokens", "_node", "matched", "matched_at")
+    __slots__ = ("_firsts", "_held", "_include", "_min_tokens", "_strings", "matched", "matched_at")
 
     def __init__(self, strings: Sequence[str], min_tokens: int = 0, *, include: bool = False) -> None:
         if not strings or not all(strings):
             raise ValueError(f"stop strings {list(strings)!r}: at least one is needed and none may be empty")
-        self._automaton = _automaton(tuple(strings))
+        self._strings = tuple(strings)
+        self._firsts = frozenset(string[0] for string in strings)
         self._min_tokens = min_tokens
         self._include = include
-        self._node = 0
         self._held = ""
         self.matched: str | None = None
         self.matched_at: int | None = None
@@ -101,20 +69,15 @@ class StopMatcher:
         """
         if self.matched is not None or not text:
             return ""
-        automaton, node = self._automaton, self._node
-        step, match = automaton.step, automaton.match
-        may_match = num_tokens >= self._min_tokens
-        for end, char in enumerate(text, 1):
-            node = step(node, char)
-            found = match[node]
-            if found is not None and may_match:
-                self.matched, self.matched_at = found, num_tokens
-                text = self._held + text[:end]
-                self._held = ""
-                return text if self._include else text[: len(text) - len(found)]
-        self._node = node
-        text = self._held + text
-        cut = len(text) - automaton.pending[node]
+        if not self._held and self._firsts.isdisjoint(text):  # nothing can begin here, as nearly always
+            return text
+        known, text = len(self._held), self._held + text
+        match = _first_match(text, self._strings, known) if num_tokens >= self._min_tokens else None
+        if match is not None:
+            end, start = match
+            self.matched, self.matched_at, self._held = text[start:end], num_tokens, ""
+            return text[: end if self._include else start]
+        cut = len(text) - max(_pending(text, string) for string in self._strings)
         self._held = text[cut:]
         return text[:cut]
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gapless.cli.parser import CommandError
+from gapless.errors import UnavailableError
 
 COLOURS = {
     "between nodes": "#c9c9c9",
@@ -34,12 +34,12 @@ def write_png(data: dict[str, Any], path: Path, steps: int = 4) -> None:
     """The first steps as a picture for reports.
 
     Raises:
-        CommandError: matplotlib is missing.
+        UnavailableError: matplotlib is missing.
     """
     try:
         import matplotlib
     except ImportError as error:
-        raise CommandError("--png needs matplotlib: pip install 'gapless[plot]'") from error
+        raise UnavailableError("--png needs matplotlib: pip install 'gapless[plot]'") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gapless.cli.parser import CommandError
+from gapless.errors import UnavailableError
 from gapless.server.top.frame import frame
 from gapless.server.top.reading import Difference, Reading
 
@@ -39,7 +39,7 @@ class Reader:
         """One reading.
 
         Raises:
-            CommandError: the server does not answer, or not with metrics.
+            UnavailableError: the server does not answer, or not with metrics.
         """
         try:
             with self._opener.open(self._request, timeout=10) as answer:
@@ -47,10 +47,10 @@ class Reader:
             reading = Reading.of(time.monotonic(), text)
         except urllib.error.HTTPError as error:
             hint = ": set GAPLESS_API_KEY" if error.code == 401 else ""
-            raise CommandError(f"{self._request.full_url}: HTTP {error.code}{hint}") from error
+            raise UnavailableError(f"{self._request.full_url}: HTTP {error.code}{hint}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise CommandError(f"{self._request.full_url}: {reason}") from error
+            raise UnavailableError(f"{self._request.full_url}: {reason}") from error
         self._readings.append(reading)
         while len(self._readings) > 2 and self._readings[1].time <= reading.time - self._window:
             self._readings.popleft()
@@ -60,7 +60,7 @@ class Reader:
         """A reading, and what has happened in the window before it.
 
         Raises:
-            CommandError: as `read`.
+            UnavailableError: as `read`.
         """
         now = self.read()
         change = Difference(self._readings[0], now)
@@ -74,7 +74,7 @@ def watch(url: str, window: float, interval: float, *, once: bool, plain: bool) 
     """One frame, or one every ``interval`` seconds until interrupted: in place on a terminal, unless ``plain``.
 
     Raises:
-        CommandError: the server does not answer at the start.
+        UnavailableError: the server does not answer at the start.
     """
     reader = Reader(url, window)
     width = None if sys.stdout.isatty() else shutil.get_terminal_size((120, 24)).columns  # a file is wide
@@ -101,7 +101,7 @@ def _frames(reader: Reader, interval: float, console: Console, screen: bool) -> 
             shown: RenderableType
             try:
                 shown = reader.frame()
-            except CommandError as error:  # it may come back
+            except UnavailableError as error:  # it may come back
                 shown = Text(f"gapless top   {time.strftime('%H:%M:%S')}\n\nno answer: {error}")
             if live:
                 live.update(shown, refresh=True)
