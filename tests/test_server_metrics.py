@@ -16,7 +16,7 @@ from gapless.scheduler.read_counters import Volume
 from gapless.scheduler.stats import SchedulerStats
 from gapless.server.estimates import ModelSizes
 from gapless.server.metrics import Metrics
-from gapless.server.top.exposition import Reading
+from gapless.server.top.reading import Reading
 from gapless.server.wire import Step
 from live_server import LiveServer, serving
 

@@ -20,7 +20,7 @@ import check_dashboard
 import grafana_dashboard
 from engines import tokenizer
 from gapless.cli import main
-from gapless.server.top.exposition import Reading, parse
+from gapless.server.top.reading import Reading, parse
 from live_server import LiveServer, serving
 
 ROOT = Path(__file__).parent.parent
