@@ -43,41 +43,6 @@ def _save(pyplot: Any, figure: Any, target: Path) -> None:
     pyplot.close(figure)
 
 
-def disturbance(result: dict[str, Any], target: Path) -> None:
-    """Decode time per step at each depth, undisturbed and with every core busy."""
-    pyplot = _style()
-    times = {(r["depth"], r["disturbed"]): r["decode_ms_per_step"] for r in result["figures"]}
-    depths = sorted({depth for depth, _ in times})
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
-    width = 0.36
-    for disturbed, colour, label in ((False, QUIET, "undisturbed"), (True, NOISY, "every core of the host busy")):
-        have = [(i, times[d, disturbed]) for i, d in enumerate(depths) if (d, disturbed) in times]
-        places = [i + (width / 2 if disturbed else -width / 2) for i, _ in have]
-        bars = axes.bar(places, [ms for _, ms in have], width * 0.94, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9)
-    names = []
-    for depth in depths:
-        kept = result["kept"].get(str(depth), result["kept"].get(depth))
-        name = f"depth {depth}" + (" (synchronous)" if depth == 1 else "")
-        names.append(name + (f"\nkeeps {100 * kept:.1f} % of its speed" if kept else ""))
-    axes.set_xticks(range(len(depths)), names)
-    axes.set_ylabel("ms per decode step")
-    axes.set_ylim(0, 1.25 * max(times.values()))
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.tick_params(length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    first, environment = result["figures"][0], result["environment"]
-    axes.set_title(
-        f"{first['shape']}, {first['workload']}: {environment['gpu']}, {result['processes']} busy processes on "
-        f"{result['cores']} cores",
-        fontsize=10,
-    )
-    axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=9)
-    _save(pyplot, figure, target)
-
-
 NAMES = {
     "decode_ms": ("ms per decode step", 1.0),
     "host_ms": ("host, ms per step", 1.0),
@@ -176,7 +141,7 @@ def timelines(result: dict[str, Any], target: Path) -> None:
     _save(pyplot, figure, target)
 
 
-PLOTS = {"timelines": timelines, "disturbance": disturbance, "growth": growth, "mixed_load": mixed_load}
+PLOTS = {"timelines": timelines, "growth": growth, "mixed_load": mixed_load}
 
 
 def main() -> None:

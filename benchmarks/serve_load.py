@@ -45,7 +45,7 @@ from gapless.bench.serve_http import HttpClient
 from gapless.bench.serve_load import random_asks
 from gapless.bench.serve_report import result
 from gapless.bench.serve_run import Target, run
-from gapless.server.top.exposition import Reading
+from gapless.server.top.reading import Reading
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 VOCAB = 10240
