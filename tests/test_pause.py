@@ -252,7 +252,7 @@ def test_close_ends_every_wait(state: str) -> None:
                 waits.append(threads.submit(llm.update_weights, {}))
                 threading.Event().wait(0.05)  # it comes while the steps stand still
                 closing = threads.submit(llm.close)
-                wait_until(lambda: llm._client._closed, "the close")
+                wait_until(lambda: llm._client.closed, "the close")
                 gate.open.set()
                 closing.result(30)
             else:

@@ -26,7 +26,7 @@ logger = logging.getLogger("gapless")
 
 
 class LLM:
-    """A model and the engine that runs it.
+    """A model and the engine that runs it. It ends by `close`, or with the last reference to it.
 
     Args:
         model: a Hugging Face folder or name, a GGUF file, or a ``transformers`` model that you have already. It is not

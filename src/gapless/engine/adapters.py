@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gapless.device.modes import plain_modes
 from gapless.engine.engine import Engine
 from gapless.errors import AdapterError, RequestError, did_you_mean
 from gapless.lora.folder import read_adapter
@@ -66,7 +67,7 @@ class LoadedAdapters:
         if not isinstance(path, (str, os.PathLike)):
             raise AdapterError(f"path={path!r} is not allowed: a folder that PEFT saved")
         self._engine.raise_if_dead()
-        with self._loading:
+        with self._loading, plain_modes():
             self._refuse_taken(name)
             adapter = read_adapter(path)
             try:

@@ -24,6 +24,7 @@ from gapless.cache.spec import KVSpec, LayerSpec, StateSpec, format_key, kept_as
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
+from gapless.device.modes import plain_modes
 from gapless.engine.engine import Engine
 from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.grammar.compiler import available
@@ -107,7 +108,7 @@ def build(
     if device.type == "cuda":
         from gapless.device.cuda import EXCLUSIVE
 
-        with EXCLUSIVE, torch.cuda.device(device), _no_collection():
+        with EXCLUSIVE, plain_modes(), torch.cuda.device(device), _no_collection():
             try:
                 return _build(model, config, device, publish, on_death, check, progress)
             except torch.OutOfMemoryError as error:
@@ -116,7 +117,8 @@ def build(
                     "you set them, else gpu_memory_utilization, max_num_seqs or max_num_batched_tokens; or the model "
                     "itself is too large for this device"
                 ) from error
-    return _build(model, config, device, publish, on_death, check, progress)
+    with plain_modes():
+        return _build(model, config, device, publish, on_death, check, progress)
 
 
 def _build(
@@ -200,9 +202,14 @@ def _build(
 
     num_blocks = _num_blocks(config, groups, layout, device, make_runner)
     runner = make_runner(num_blocks)
-    if device.type == "cuda":
-        _capture(runner, device, progress, config.pipeline_depth)
-    scheduler = Scheduler(config, layout, num_blocks, prefix_root=format_key(specs))
+    try:
+        if device.type == "cuda":
+            _capture(runner, device, progress, config.pipeline_depth)
+        scheduler = Scheduler(config, layout, num_blocks, prefix_root=format_key(specs))
+        engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
+    except BaseException:
+        runner.close()
+        raise
     for group, pool in zip(groups, scheduler.blocks.pools, strict=True):
         tokens, size = pool.capacity * config.block_size, config.block_size * group.bytes_per_token
         kept = longest if group.window is None else group.window
@@ -213,7 +220,6 @@ def _build(
         )  # fmt: skip
     if state := sum(spec.bytes_per_row for spec in model.kv_specs if isinstance(spec, StateSpec)):
         logger.info("recurrent state: %.2f GiB for %d rows", layout.num_rows * state / GIB, config.max_num_seqs)
-    engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
     return Built(engine, scheduler, runner, model, config, layout, num_blocks, weights)
 
 

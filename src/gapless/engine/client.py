@@ -7,13 +7,11 @@ exception at the call and never comes near the loop.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import itertools
 import logging
 import queue
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from gapless.config import EngineConfig
 from gapless.engine import pause
 from gapless.engine.control import PauseMode
+from gapless.engine.lifetime import Lifetime
+from gapless.engine.open_groups import OpenGroups
 from gapless.engine.stats import EngineStats
-from gapless.errors import ConfigError, EngineClosedError, RequestError, WeightError, naming_prompt
+from gapless.errors import ConfigError, RequestError, WeightError, naming_prompt
 from gapless.grammar.compiler import GrammarCompiler
 from gapless.request.messages import StepMessage
 from gapless.request.outputs import FinishReason, RequestOutput
@@ -38,7 +38,6 @@ from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
 from gapless.text.vocabulary import bad_word_ids, check_vocabulary
 
 if TYPE_CHECKING:
-    from gapless.engine.adapters import LoadedAdapters
     from gapless.engine.build import Built, Progress
     from gapless.model.weights import Named, WeightUpdate
     from gapless.runner.keys import Key
@@ -47,8 +46,6 @@ logger = logging.getLogger("gapless")
 
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
-JOIN_SECONDS = 1.0
-"""How long `EngineClient.close` waits for one message of the output thread, which runs callbacks."""
 _SEED_MASK = 2**64 - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: far from any small seed
 
@@ -73,16 +70,6 @@ def _capture_bar(keys: list[Key]) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(keys, desc="graphs", disable=None, leave=False)  # None: only on a terminal
-
-
-_open_clients: weakref.WeakSet[EngineClient] = weakref.WeakSet()
-"""Engines that are closed at the interpreter's exit: a thread that still runs torch then would abort the process."""
-
-
-@atexit.register
-def _close_all() -> None:
-    for client in list(_open_clients):
-        client.close()
 
 
 def find_tokenizer(model: Any, tokenizer: Any) -> Any:
@@ -113,12 +100,11 @@ class EngineClient:
     def __init__(
         self, model: Any, config: EngineConfig, tokenizer: Any = "auto", progress: Progress | None = None
     ) -> None:
-        self._outputs = OutputProcessor(self._on_stop)
+        stop = weakref.WeakMethod(self._on_stop)  # as all that threads come to hold: see `gapless.engine.lifetime`
+        self._outputs = OutputProcessor(lambda request_id: None if (ask := stop()) is None else ask(request_id))
         self._messages: queue.SimpleQueue[StepMessage | None] = queue.SimpleQueue()
         self._ids = itertools.count()
-        self._groups: dict[str, list[RequestGroup]] = {}  # open groups by label; labels need not be unique
-        self._lock = threading.Lock()
-        self._closed = False
+        self._groups = OpenGroups()
         self._label = f"{secrets.token_hex(4)}-"  # of requests without one: nobody's own labels begin so
         self.tokenizer = find_tokenizer(model, tokenizer)
         built = self._build(model, config, progress or _capture_bar)
@@ -128,9 +114,6 @@ class EngineClient:
         self._vocab_size = built.model.vocab_size
         self._engine = built.engine
         self._scheduler = built.scheduler
-        self._compiler: GrammarCompiler | None = None
-        self._compiling = threading.Lock()
-        self.adapters = self._adapters(built)
         self._start()
 
     def _build(self, model: Any, config: EngineConfig, progress: Progress) -> Built:
@@ -139,18 +122,18 @@ class EngineClient:
             build,  # late: an engine that runs elsewhere needs none of the device's code here
         )
 
-        return build(model, config, self._messages.put, self._on_death, progress=progress)
-
-    def _adapters(self, built: Built) -> LoadedAdapters:
-        from gapless.engine.adapters import LoadedAdapters
-
-        return LoadedAdapters(built.engine, built.scheduler, built.runner.lora)
+        return build(model, config, self._messages.put, self._outputs.fail, progress=progress)
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="gapless-output", daemon=True)
-        self._thread.start()
-        self._engine.start()
-        _open_clients.add(self)
+        from gapless.engine.adapters import LoadedAdapters
+
+        self._life = Lifetime(self._built, self._messages, self._outputs)
+        try:
+            self.adapters = LoadedAdapters(self._engine, self._scheduler, self._built.runner.lora)
+            self._life.start(self)
+        except BaseException:
+            self._life.close()
+            raise
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -195,17 +178,14 @@ class EngineClient:
             request.streaming = group.needs_tokens
         for group in groups:
             self._outputs.add(group)
-        with self._lock:  # who finds a label below can end it: its requests are before the abort in the inbox
-            for group in groups:
-                self._groups.setdefault(group.request_id, []).append(group)
+        with self._groups.lock:  # who finds a label can end it: its requests are before the abort in the inbox
+            self._groups.add(groups)
             self._engine.submit(requests)
         return groups
 
     def abort(self, request_id: str) -> None:
         """End every open request with this label; each still gets its final output. Unknown labels are ignored."""
-        with self._lock:
-            groups = list(self._groups.get(request_id, ()))
-        for group in groups:
+        for group in self._groups.find(request_id):
             self._outputs.abort(group)
 
     def abort_group(self, group: RequestGroup) -> None:
@@ -276,11 +256,12 @@ class EngineClient:
 
     def _grammars(self) -> GrammarCompiler:
         """Made when the first request needs it: it has a process of its own."""
-        with self._compiling:
-            if self._compiler is None:
+        life = self._life
+        with life.compiling:
+            if life.compiler is None:
                 self._engine.raise_if_dead()
-                self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size, self._built.model.eos_token_ids)
-            return self._compiler
+                life.compiler = GrammarCompiler(self.tokenizer, self._vocab_size, self.model.eos_token_ids)
+            return life.compiler
 
     def _derived_seed(self, number: int) -> int:
         digest = hashlib.blake2b(f"{self.config.seed}:{number}".encode(), digest_size=8).digest()
@@ -288,14 +269,25 @@ class EngineClient:
 
     def _group(self, submission: Submission, requests: list[Request]) -> RequestGroup:
         label = submission.request_id if submission.request_id is not None else f"{self._label}{requests[0].id}"
+        open_groups = self._groups  # and not this client, which nobody may refer to any more while a request runs
+
+        def deliver(output: RequestOutput) -> None:
+            if output.finished:
+                open_groups.forget(group)
+            submission.on_output(output)
+
+        def fail(error: BaseException) -> None:
+            open_groups.forget(group)
+            submission.on_error(error)
+
         group = RequestGroup(
             request_id=label,
             prompt=submission.prompt.text,
             prompt_token_ids=submission.prompt.token_ids,
             params=submission.params,
             ids=[r.id for r in requests],
-            on_output=lambda output: self._deliver(group, submission, output),
-            on_error=lambda error: self._fail(group, submission, error),
+            on_output=deliver,
+            on_error=fail,
             tokenizer=self.tokenizer,
             arrival_time=requests[0].arrival,
             mode=submission.mode,
@@ -303,39 +295,8 @@ class EngineClient:
         )
         return group
 
-    def _deliver(self, group: RequestGroup, submission: Submission, output: RequestOutput) -> None:
-        if output.finished:
-            self._forget(group)
-        submission.on_output(output)
-
-    def _fail(self, group: RequestGroup, submission: Submission, error: BaseException) -> None:
-        self._forget(group)
-        submission.on_error(error)
-
-    def _forget(self, group: RequestGroup) -> None:
-        with self._lock:
-            groups = self._groups.get(group.request_id, [])
-            if group in groups:
-                groups.remove(group)
-            if not groups:
-                self._groups.pop(group.request_id, None)
-
-    # ---- output side ----------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while (message := self._messages.get()) is not None:
-                self._outputs.process(message)
-        except BaseException as error:  # nobody may wait for a thread that is gone
-            logger.exception("the output thread ended")
-            self._outputs.fail(error)
-            self._engine.fail(error)
-
     def _on_stop(self, request_id: int) -> None:
         self._engine.finish(request_id, FinishReason.ABORT)
-
-    def _on_death(self, error: BaseException) -> None:
-        self._outputs.fail(error)
 
     # ---- control --------------------------------------------------------------------------------------------------
 
@@ -357,11 +318,12 @@ class EngineClient:
         self._engine.raise_if_dead()
         store = self._built.weights
         if store is not None:
-            return store.prepare(weights)
+            from gapless.device.modes import plain_modes  # late, as above
+
+            with plain_modes():
+                return store.prepare(weights)
         if weights is not None:
             raise WeightError(f"{type(self.model).__name__} is no transformers model: change its weights yourself")
-        from gapless.model.weights import WeightUpdate
-
         return WeightUpdate(())
 
     def update_weights(self, update: WeightUpdate, *, recompute: bool) -> int:
@@ -409,25 +371,12 @@ class EngineClient:
         """See `LLM.wake`. From any thread."""
         pause.wake(self._built)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._life.closed
+
     def close(self) -> None:
         """Stop the loop; open requests fail with `EngineClosedError`; threads and memory come back."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._engine.close()
-        with self._compiling:
-            if self._compiler is not None:
-                self._compiler.close()
-        self._messages.put(None)
-        if threading.current_thread() is not self._thread:
-            left = -1
-            while self._thread.is_alive() and self._messages.qsize() != left:  # it still makes progress
-                left = self._messages.qsize()
-                self._thread.join(JOIN_SECONDS)
-            if self._thread.is_alive():
-                logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
-        self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))
-        _open_clients.discard(self)
-        self._built.weights = None
-        self.model = self._built.model = None  # the weights go when nobody else holds them
+        self._life.close()
+        self.model = None

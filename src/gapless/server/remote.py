@@ -241,9 +241,6 @@ class RemoteClient(EngineClient):
         )
         return self._remote
 
-    def _adapters(self, built: Any) -> RemoteAdapters:  # type: ignore[override]
-        return RemoteAdapters(self._ready.adapters)
-
     def _grammars(self) -> RemoteGrammars:  # type: ignore[override]
         if self.tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer, and there is none")
@@ -255,6 +252,7 @@ class RemoteClient(EngineClient):
 
     def _start(self) -> None:
         """There is no thread: `take` is called instead."""
+        self.adapters = RemoteAdapters(self._ready.adapters)  # type: ignore[assignment]
 
     @property
     def engine(self) -> RemoteEngine:
