@@ -18,7 +18,7 @@ from gapless.cli import COMMANDS, ELSEWHERE, main
 from gapless.cli.generate import add_arguments
 from gapless.cli.options import attribute_docs, given, option_name
 from gapless.cli.parser import Parser, UsageError
-from gapless.cli.prompts import jobs_from_arguments, jobs_from_file
+from gapless.cli.prompts import all_jobs, jobs_from_arguments
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -167,7 +167,7 @@ def test_no_prompt_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_text_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffone\r\n\n  two\u2028still two  \nthree".encode())
-    jobs = jobs_from_file(str(file), None, {"max_tokens": 3}, chat=False)
+    jobs = all_jobs(str(file), None, {"max_tokens": 3}, chat=False)
     assert [j.prompt for j in jobs] == ["one", "  two\u2028still two  ", "three"]
     assert [j.where for j in jobs] == [f"{file}:{n}" for n in (1, 3, 4)]
     assert {j.params for j in jobs} == {SamplingParams(max_tokens=3)}
@@ -193,7 +193,7 @@ def test_jsonl_file(tmp_path: Path) -> None:
         json.dumps({"messages": talk, "n": 2}, ensure_ascii=False),
         {"prompt_token_ids": [1, 2], "stop_token_ids": [3]},
     )
-    one, two, three = jobs_from_file(file, None, {"temperature": 0.5, "seed": 1}, chat=False)
+    one, two, three = all_jobs(file, None, {"temperature": 0.5, "seed": 1}, chat=False)
     assert (one.prompt, one.params) == (
         "one",
         SamplingParams(temperature=0, stop="x", seed=1, max_tokens=None),
@@ -236,18 +236,18 @@ def test_bad_files(tmp_path: Path) -> None:
     empty.write_text("\n \n")
     binary.write_bytes(b"good\n\xff\n")
     with pytest.raises(UsageError, match="holds no prompt"):
-        jobs_from_file(str(empty), None, {}, chat=False)
+        all_jobs(str(empty), None, {}, chat=False)
     with pytest.raises(UsageError, match=r"binary\.txt:2: not UTF-8"):
-        jobs_from_file(str(binary), None, {}, chat=False)
+        all_jobs(str(binary), None, {}, chat=False)
     with pytest.raises(UsageError, match="cannot be read"):
-        jobs_from_file(str(tmp_path), None, {}, chat=False)
+        all_jobs(str(tmp_path), None, {}, chat=False)
     with pytest.raises(UsageError, match="chat template"):
-        jobs_from_file(jsonl(tmp_path, {"prompt_token_ids": [1]}), None, {}, chat=True)
+        all_jobs(jsonl(tmp_path, {"prompt_token_ids": [1]}), None, {}, chat=True)
 
 
 def test_examples_are_valid() -> None:
-    prompts = jobs_from_file(str(EXAMPLES / "prompts.txt"), None, {}, chat=True)
+    prompts = all_jobs(str(EXAMPLES / "prompts.txt"), None, {}, chat=True)
     assert len(prompts) >= 8
     lengths = {len(job.messages[0]["content"]) for job in prompts if job.messages}
     assert len(lengths) >= 8
-    assert len(jobs_from_file(str(EXAMPLES / "requests.jsonl"), None, {}, chat=False)) >= 4
+    assert len(all_jobs(str(EXAMPLES / "requests.jsonl"), None, {}, chat=False)) >= 4

@@ -96,7 +96,7 @@ def test_jsonl_in_and_out(folder: Path, expected: dict[str, str], tmp_path: Path
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     target.write_text("old")
-    assert generate(folder, "--file", str(source), "--output", str(target)) == 0
+    assert generate(folder, "--file", str(source), "--output", str(target), "--overwrite", "--ordered") == 0
     got = records(target.read_text(encoding="utf-8"))
     assert [r["index"] for r in got] == [0, 1, 2, 3]
     assert [len(r["outputs"][0]["token_ids"]) for r in got] == [16, 3, 2, 1]

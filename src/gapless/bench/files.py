@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless.bench.workloads import Workload
-from gapless.cli.prompts import jobs_from_file
+from gapless.cli.prompts import all_jobs
 from gapless.errors import InputError
 from gapless.text.chat import encode_prompt
 
@@ -22,7 +22,7 @@ def from_prompts(path: str, tokenizer: Any, vocab_size: int, output_len: int) ->
     Raises:
         InputError, RequestError: naming the line.
     """
-    jobs = jobs_from_file(path, None, {"max_tokens": output_len}, chat=False)
+    jobs = all_jobs(path, None, {"max_tokens": output_len}, chat=False)
     ids = []
     for job in jobs:
         if job.messages is not None:

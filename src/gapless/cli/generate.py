@@ -6,23 +6,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import queue
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gapless.cli.adapters import config_for, parse_adapters
+from gapless.cli.jobs import make_submission, received, run_jobs
 from gapless.cli.options import add_options, given
 from gapless.cli.output import FORMATS, Writer
 from gapless.cli.parser import CommandError, Parser, UsageError
-from gapless.cli.prompts import Job, jobs_from_arguments, jobs_from_file
+from gapless.cli.prompts import FIRST, Job, count_lines, first_checked, jobs_from_arguments, read_jobs
+from gapless.cli.resume import Done, unique
 from gapless.config import EngineConfig
-from gapless.engine.progress import INTERVAL, Pace
-from gapless.errors import EngineDeadError, RequestError
+from gapless.errors import RequestError
 from gapless.request.outputs import RequestOutput
 from gapless.request.sampling_params import SamplingParams
 
@@ -44,6 +46,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model")
     parser.add_argument("--output", metavar="FILE", help="where results go (default: standard output)")
     parser.add_argument("--format", choices=FORMATS, help="of the results (default: by FILE's name)")
+    ordered = "write results in the order of the prompts, not as they end (prompts from arguments are always so)"
+    parser.add_argument("--ordered", action="store_true", help=ordered)
+    resume = "go on with an --output that is there: prompts whose results it holds are skipped"
+    parser.add_argument("--resume", action="store_true", help=resume)
+    parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there")
     lora = "load a LoRA adapter from PATH; the only one is for every prompt; may be given several times"
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=PATH", help=lora)
     parser.add_argument("--quiet", action="store_true", help="no log on standard error")
@@ -56,28 +63,39 @@ def run(arguments: argparse.Namespace) -> int:
     options = given(arguments, EngineConfig)
     adapters = parse_adapters(arguments.lora)
     config = config_for(adapters, EngineConfig.from_dict(options), options)
-    jobs = _jobs(arguments, list(adapters))
-    target = _target(arguments.output)
     jsonl = _is_jsonl(arguments)
-    if not jsonl and any(job.params.logprobs is not None for job in jobs):
-        raise UsageError("log-probabilities have no form in text: use --format jsonl with --logprobs")
+    target = _target(arguments, jsonl)
+    jobs = first_checked(_jobs(arguments, list(adapters)))
+    two = list(itertools.islice(jobs, 2))
+    single, jobs = len(two) == 1, itertools.chain(two, jobs)
+    if not jsonl:
+        jobs = _fit_for_text(jobs)
     log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
+    done = Done()
+    if arguments.resume and target is not None and target.exists():
+        done.read(target)
+        logger.info("%s holds %d results: these prompts are skipped", target, done.count)
     client = open_client(arguments.model, config)
     try:
         for name, path in adapters.items():
             client.adapters.load(name, path)
-        with _opened(target) as file:
-            streams = len(jobs) == 1 and jobs[0].params.n == 1 and not jsonl and file.isatty()
-            if streams:
-                _stream(client, jobs[0], file)
-            else:
-                _batch(client, jobs, Writer(file, jobs, jsonl), beside=file)
+        with _opened(target, done) as file:
+            if single and two[0].params.n == 1 and not jsonl and file.isatty():
+                _stream(client, two[0], file)
+                return 0
+            from_file = not arguments.prompts
+            ordered = arguments.ordered or not from_file
+            writer = Writer(file, jsonl, model=arguments.model, ordered=ordered, titles=not single)
+            total = count_lines(arguments.file or "-") if from_file else len(arguments.prompts)
+            refused = run_jobs(
+                client, jobs, writer, done, total=total, ordered=ordered, seeds=from_file, beside=file
+            )
     finally:
         client.close()
-    return 0
+    return 1 if refused else 0
 
 
-def _jobs(arguments: argparse.Namespace, loras: list[str]) -> list[Job]:
+def _jobs(arguments: argparse.Namespace, loras: list[str]) -> Iterator[Job]:
     parameters = given(arguments, SamplingParams)
     texts, file = arguments.prompts, arguments.file
     if texts and file is not None:
@@ -85,11 +103,11 @@ def _jobs(arguments: argparse.Namespace, loras: list[str]) -> list[Job]:
     if texts:
         if arguments.input_format == "jsonl":
             raise UsageError("--input-format is for --file and standard input, not for arguments")
-        return jobs_from_arguments(texts, parameters, arguments.chat, loras)
+        return iter(jobs_from_arguments(texts, parameters, arguments.chat, loras))
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give some as arguments, with --file, or on standard input")
     jsonl = None if arguments.input_format is None else arguments.input_format == "jsonl"
-    return jobs_from_file("-" if file is None else file, jsonl, parameters, arguments.chat, loras)
+    return unique(read_jobs("-" if file is None else file, jsonl, parameters, arguments.chat, loras))
 
 
 def _is_jsonl(arguments: argparse.Namespace) -> bool:
@@ -98,9 +116,28 @@ def _is_jsonl(arguments: argparse.Namespace) -> bool:
     return Path(arguments.output or "").suffix in (".jsonl", ".ndjson")
 
 
-def _target(output: str | None) -> Path | None:
-    """Refuse an output that cannot be written before minutes of work, without emptying one that is there."""
+def _fit_for_text(jobs: Iterator[Job]) -> Iterator[Job]:
+    """Refuse, before there is a model, what text cannot hold."""
+    logprobs = "log-probabilities have no form in text: use --format jsonl with --logprobs"
+    first = list(itertools.islice(jobs, FIRST))
+    for job in first:
+        if job.params.logprobs is not None:
+            raise UsageError(logprobs)
+        if job.batch is not None:
+            raise UsageError(f"{job.where}: answers to a batch file are JSON: use --format jsonl")
+    rest = (dataclasses.replace(job, error=logprobs) if job.params.logprobs is not None else job for job in jobs)
+    return itertools.chain(first, rest)
+
+
+def _target(arguments: argparse.Namespace, jsonl: bool) -> Path | None:
+    """Refuse an output that cannot be written, or that holds finished work, before minutes of other work."""
+    output = arguments.output
+    if arguments.resume and arguments.overwrite:
+        raise UsageError("--resume keeps what --output holds, and --overwrite replaces it: give one of them")
     if output is None:
+        if arguments.resume or arguments.overwrite:
+            name = "resume" if arguments.resume else "overwrite"
+            raise UsageError(f"--{name} is for --output FILE, which is missing")
         return None
     path = Path(output)
     if path.is_dir() or not path.parent.is_dir():
@@ -108,17 +145,25 @@ def _target(output: str | None) -> Path | None:
         raise UsageError(f"--output {output}: {problem}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"--output {output}: no permission to write")
+    if arguments.resume and not jsonl:
+        raise UsageError("--resume needs results that say whose they are: name a .jsonl file, or use --format jsonl")
+    if path.is_file():
+        if arguments.file not in (None, "-") and Path(arguments.file).exists() and path.samefile(arguments.file):
+            raise UsageError(f"--output {output} is the file of the prompts: name another")
+        if path.stat().st_size and not (arguments.resume or arguments.overwrite):
+            way = "--resume goes on with it, " if jsonl else ""
+            raise UsageError(f"--output {output} is there and holds results: {way}--overwrite replaces it")
     return path
 
 
 @contextlib.contextmanager
-def _opened(target: Path | None) -> Iterator[IO[str]]:
+def _opened(target: Path | None, done: Done) -> Iterator[IO[str]]:
     if target is None:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8")
         yield sys.stdout
         return
-    with target.open("w", encoding="utf-8") as file:
+    with target.open("a" if done.count else "w", encoding="utf-8") as file:
         yield file
 
 
@@ -149,64 +194,17 @@ def open_client(model: str, config: EngineConfig) -> EngineClient:
         raise CommandError(str(error)) from error
 
 
-def _submit(client: EngineClient, jobs: list[Job], inbox: queue.SimpleQueue[Any], mode: Any) -> None:
-    from gapless.engine.client import Submission
-
-    submissions = []
-    for index, job in enumerate(jobs):
-        try:
-            prompt = client.encode(job.prompt) if job.messages is None else client.encode_chat(job.messages)
-        except RequestError as error:
-            raise RequestError(f"{job.where}: {error}") from error
-
-        def take(output: RequestOutput | BaseException, index: int = index) -> None:
-            inbox.put((index, output))
-
-        submissions.append(Submission(prompt, job.params, take, take, mode, lora=job.lora))
-    try:
-        client.submit(submissions)
-    except RequestError as error:
-        raise RequestError(f"{jobs[error.prompt_index or 0].where}: {error.args[0]}") from error
-
-
-def _take(inbox: queue.SimpleQueue[Any]) -> tuple[int, RequestOutput]:
-    index, output = inbox.get()
-    if isinstance(output, BaseException):
-        raise EngineDeadError(f"the engine stopped after an error: {output!r}") from output
-    return index, output
-
-
 def _stream(client: EngineClient, job: Job, file: IO[str]) -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    _submit(client, [job], inbox, "delta")
+    try:
+        prompt = client.encode(job.prompt) if job.messages is None else client.encode_chat(job.messages)
+        client.submit([make_submission(prompt, job.params, inbox.put, inbox.put, "delta", job.lora)])
+    except RequestError as error:
+        raise RequestError(f"{job.where}: {error}") from error
     finished = False
     while not finished:
-        _, output = _take(inbox)
+        output: RequestOutput = received(inbox.get())
         file.write("".join(completion.text for completion in output.outputs))
         file.flush()
         finished = output.finished
     file.write("\n")
-
-
-def _batch(client: EngineClient, jobs: list[Job], writer: Writer, beside: IO[str]) -> None:
-    from tqdm import tqdm
-
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    start, tokens, shown = time.perf_counter(), 0, 0.0
-    pace = Pace(client.stats)
-    _submit(client, jobs, inbox, "final")
-    with tqdm(total=len(jobs), desc="requests", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        for _ in jobs:
-            index, output = _take(inbox)
-            tokens += sum(len(completion.token_ids) for completion in output.outputs)
-            with tqdm.external_write_mode(file=beside, nolock=False):
-                writer.put(index, output)
-            if not bar.disable and time.perf_counter() - shown > INTERVAL:
-                bar.set_postfix_str(str(pace), refresh=False)
-                shown = time.perf_counter()
-            bar.update()
-    seconds = time.perf_counter() - start
-    rate = tokens / seconds
-    logger.info("%d prompts, %d new tokens in %.2f s: %.1f tokens/s", len(jobs), tokens, seconds, rate)
-    if (drafts := client.stats()[1].drafts) is not None:
-        logger.info("drafts: %s", drafts)

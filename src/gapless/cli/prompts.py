@@ -1,20 +1,22 @@
-"""Prompts from arguments, files and standard input, checked line by line before anything heavy starts.
+"""Prompts from arguments, files and standard input, read as they are needed and checked line by line.
 
 A text file has one prompt a line. A JSONL file has one object a line: ``prompt``, ``prompt_token_ids`` or
-``messages``, perhaps ``lora``, and any field of `SamplingParams`, which counts for that line instead of the command's
-options.
+``messages``, perhaps ``id`` or ``custom_id``, which its result repeats, ``lora``, and any field of `SamplingParams`,
+which counts for that line instead of the command's options. Lines of OpenAI's batch files are known by their ``body``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gapless.cli.adapters import adapter_of
+from gapless.cli.openai_form import BatchLine
 from gapless.cli.options import LEFT_OUT
 from gapless.cli.parser import UsageError
 from gapless.errors import RequestError, did_you_mean
@@ -22,16 +24,23 @@ from gapless.request.sampling_params import SamplingParams
 from gapless.text.chat import check_messages
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+ID_KEYS = ("id", "custom_id")
+FIRST = 1000
+"""Lines of a file that are checked before a model is loaded: a wrong one of them refuses the whole."""
 _PARAMETERS = tuple(f.name for f in fields(SamplingParams) if ("SamplingParams", f.name) not in LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt. Either ``prompt`` (a text, or a dict with ids) or ``messages`` is set.
+    """One prompt. One of ``prompt`` (a text, or a dict with ids), ``messages`` and ``error`` is set.
 
     Attributes:
         lora: the adapter that the prompt asks for; None for the model alone.
         where: what an error message calls it, such as ``prompts.jsonl:3``.
+        index: which prompt of its source it is, from 0.
+        id: the key and the value by which its line is known, such as ``("custom_id", "a7")``.
+        batch: what the answer to a line of OpenAI's batch file needs of it.
+        error: why the line is none that can be answered.
     """
 
     where: str
@@ -39,6 +48,10 @@ class Job:
     prompt: str | dict[str, Any] | None = None
     messages: list[dict[str, Any]] | None = None
     lora: str | None = None
+    index: int = 0
+    id: tuple[str, str | int] | None = None
+    batch: BatchLine | None = None
+    error: str | None = None
 
     @property
     def title(self) -> str:
@@ -54,15 +67,16 @@ class Job:
 def jobs_from_arguments(
     texts: Sequence[str], parameters: Mapping[str, Any], chat: bool, loras: Sequence[str] = ()
 ) -> list[Job]:
-    """One job for each text; see `jobs_from_file` for ``loras``."""
+    """One job for each text; see `read_jobs` for ``loras``."""
     params, lora = SamplingParams.from_dict(parameters), adapter_of(loras, {})
-    return [_text_job(f"prompt {i}", text, params, chat, lora) for i, text in enumerate(texts, 1)]
+    jobs = [_text_job(f"prompt {i}", text, params, chat, lora) for i, text in enumerate(texts, 1)]
+    return [replace(job, index=i) for i, job in enumerate(jobs)]
 
 
-def jobs_from_file(
+def read_jobs(
     path: str, jsonl: bool | None, parameters: Mapping[str, Any], chat: bool, loras: Sequence[str] = ()
-) -> list[Job]:
-    """One job for each line that is not blank.
+) -> Iterator[Job]:
+    """One job for each line that is not blank, read when it is asked for. A wrong line is a job with an ``error``.
 
     Args:
         path: of the file, or ``-`` for standard input.
@@ -72,43 +86,101 @@ def jobs_from_file(
         loras: names of the adapters that will be loaded; see `adapter_of`.
 
     Raises:
-        UsageError: the file cannot be read, or lines of it are wrong: the first of them is named.
+        UsageError: the file cannot be read.
     """
     if jsonl is None:
         jsonl = Path(path).suffix in (".jsonl", ".ndjson")
     base = SamplingParams.from_dict(parameters)
     name = "standard input" if path == "-" else path
-    jobs, errors = list[Job](), list[str]()
-    # Not splitlines(): JSON texts may hold U+2028 as they are.
-    for number, line in enumerate(_read(path, name).split("\n"), 1):
-        if not line.strip():
+    index = 0
+    for number, raw in enumerate(_lines(path, name), 1):
+        if not raw.strip():
             continue
         where = f"{name}:{number}"
         try:
+            line = raw.decode()
             if jsonl:
-                jobs.append(_json_job(where, line, parameters, chat, loras))
+                job = _json_job(where, line, parameters, chat, loras)
             else:
-                jobs.append(_text_job(where, line, base, chat, adapter_of(loras, {})))
+                job = _text_job(where, line, base, chat, adapter_of(loras, {}))
+        except UnicodeDecodeError as error:
+            job = Job(where, base, error=f"not UTF-8: byte {raw[error.start]:#04x}")
         except (UsageError, RequestError) as error:
-            errors.append(f"{where}: {error}")
-    if errors:
-        more = f" (and {len(errors) - 1} more wrong lines)" if len(errors) > 1 else ""
-        raise UsageError(errors[0] + more)
-    if not jobs:
+            job = Job(where, base, error=str(error), **_identity(raw))
+        yield replace(job, index=index)
+        index += 1
+    if not index:
         raise UsageError(f"{name} holds no prompt")
+
+
+def first_checked(jobs: Iterator[Job]) -> Iterator[Job]:
+    """The same jobs, of which the first `FIRST` are read now.
+
+    Raises:
+        UsageError: some of these are wrong: the first of them is named.
+    """
+    first = list(itertools.islice(jobs, FIRST))
+    _refuse_wrong(first)
+    return itertools.chain(first, jobs)
+
+
+def all_jobs(
+    path: str, jsonl: bool | None, parameters: Mapping[str, Any], chat: bool, loras: Sequence[str] = ()
+) -> list[Job]:
+    """See `read_jobs`; all of them are read, and none is wrong."""
+    jobs = list(read_jobs(path, jsonl, parameters, chat, loras))
+    _refuse_wrong(jobs)
     return jobs
 
 
-def _read(path: str, name: str) -> str:
+def _refuse_wrong(jobs: list[Job]) -> None:
+    errors = [f"{job.where}: {job.error}" for job in jobs if job.error is not None]
+    if errors:
+        more = f" (and {len(errors) - 1} more wrong lines)" if len(errors) > 1 else ""
+        raise UsageError(errors[0] + more)
+
+
+def count_lines(path: str) -> int | None:
+    """Lines of a file that are not blank, in one quick pass; None for what can be read only once."""
+    if path == "-" or not Path(path).is_file():
+        return None
+    with open(path, "rb") as file:
+        return sum(1 for line in file if not line.isspace())
+
+
+def _lines(path: str, name: str) -> Iterator[bytes]:
+    """Without ends of line and byte-order mark."""
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        text = data.decode("utf-8-sig")
+        file: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+        with file:
+            for number, line in enumerate(file):
+                if number == 0:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                yield line.removesuffix(b"\n").removesuffix(b"\r")
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UsageError(f"{name}:{line}: not UTF-8: byte {data[error.start]:#04x}") from error
-    return text.replace("\r\n", "\n")
+
+
+def _identity(raw: bytes) -> dict[str, Any]:
+    """The id, and the form, of a line that is wrong otherwise, so that its error can be told to belong to it."""
+    try:
+        record = json.loads(raw)
+        id = _id_of(record)
+        return {"id": id, "batch": BatchLine("", "") if "body" in record else None}
+    except (ValueError, TypeError, UsageError):
+        return {}
+
+
+def _id_of(record: dict[str, Any]) -> tuple[str, str | int] | None:
+    keys = [key for key in ID_KEYS if key in record]
+    if len(keys) > 1:
+        raise UsageError("a line needs one of id and custom_id; it has both")
+    if not keys:
+        return None
+    value = record[keys[0]]
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise UsageError(f"{keys[0]}={value!r} is not allowed: a text or an integer")
+    return keys[0], value
 
 
 def _text_job(where: str, text: str, params: SamplingParams, chat: bool, lora: str | None) -> Job:
@@ -124,7 +196,18 @@ def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool, 
         raise UsageError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
         raise UsageError(f'a JSON object is needed, such as {{"prompt": "Hello"}}, not {line.strip()[:40]!r}')
-    known = (*PROMPT_KEYS, "lora", *_PARAMETERS)
+    id = _id_of(record)
+    if "body" in record:
+        fields, batch = BatchLine.parse(record, loras)
+        job = _json_record(where, fields, parameters, False, loras)
+        return replace(job, id=id, batch=batch)
+    return replace(_json_record(where, record, parameters, chat, loras), id=id)
+
+
+def _json_record(
+    where: str, record: dict[str, Any], parameters: Mapping[str, Any], chat: bool, loras: Sequence[str]
+) -> Job:
+    known = (*PROMPT_KEYS, *ID_KEYS, "lora", *_PARAMETERS)
     for key in record:
         if key not in known:
             raise UsageError(f"unknown key {key!r}.{did_you_mean(key, known)} Known: {', '.join(known)}")

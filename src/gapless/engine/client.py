@@ -224,7 +224,7 @@ class EngineClient:
         if params.structured_outputs is not None:
             grammars = list(self._grammars().grammars(params, tuple(stops), params.n))
         numbers = [next(self._ids) for _ in range(params.n)]
-        base = self._derived_seed(numbers[0]) if params.seed is None else params.seed
+        base = self.derived_seed(numbers[0]) if params.seed is None else params.seed
         return [
             Request(
                 id=number,
@@ -263,7 +263,8 @@ class EngineClient:
                 life.compiler = GrammarCompiler(self.tokenizer, self._vocab_size, self.model.eos_token_ids)
             return life.compiler
 
-    def _derived_seed(self, number: int) -> int:
+    def derived_seed(self, number: int) -> int:
+        """The seed of request ``number`` of this engine if it brings none."""
         digest = hashlib.blake2b(f"{self.config.seed}:{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
