@@ -43,7 +43,8 @@ from gapless.runner.keys import Key
 from gapless.runner.runner import Runner
 from gapless.runner.shapes import graph_shapes
 from gapless.runner.slot import Slot
-from gapless.scheduler.scheduler import Scheduler, max_updates
+from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.step_builder import max_updates
 from gapless.speculative.make import make_speculation
 from gapless.speculative_config import SpeculativeConfig
 
@@ -127,7 +128,7 @@ def measure(batch: int, steps: int, context: int, profile: bool, drafts: int = 0
         speculation=make_speculation(config.speculative, print, on_gpu=False) if config.speculative else None,
     )
     for slot in runner._ring.slots if drafts else ():
-        slot._out_words[:] = drafts + 1  # the tokens, and how many of them are true: all
+        slot.out_words[:] = drafts + 1  # the tokens, and how many of them are true: all
     for key in runner.graph_keys():
         for slot in runner._ring.slots:
             runner.graphs.captured[slot.index, key] = lambda: None
@@ -206,7 +207,7 @@ class PacedDevice(NullDevice):
 
     def run(self, key: Key) -> None:
         """A part of a step."""
-        if key.half == "forward":
+        if key.part == "forward":
             step, seq, token = self.pace
             ms = step + (seq * key.num_seqs if key.decode_only else token * key.num_tokens)
             self.busy_until = max(self.now, self.busy_until) + 1e-3 * ms

@@ -72,7 +72,7 @@ def watched() -> Clock:
     clock.wrap(CudaEvent, "record", lambda *args: "record")
     clock.wrap(CudaEvent, "wait", lambda *args: "wait on a stream")
     clock.wrap(CudaEvent, "elapsed_ms", lambda *args: "elapsed")
-    clock.wrap(Graphs, "launch", lambda key, slot: f"graph {key.half}")
+    clock.wrap(Graphs, "launch", lambda key, slot: f"graph {key.part}")
     return clock
 
 
@@ -95,10 +95,10 @@ def host_us(call: Callable[[], Any], rounds: int = 200) -> float:
 def alone(runner: Any) -> dict[str, float]:
     """Calls by themselves. On the loop's thread, with no step in flight."""
     found = {}
-    steps = [key for (index, key) in runner.graphs.captured if index == 0 and (key.half == "sample" or key.decode_only)]
-    for half in ("forward", "sample"):
-        key = max((key for key in steps if key.half == half), key=lambda key: key.num_tokens)
-        found[f"replay of {half}, {key.num_tokens} tokens"] = host_us(runner.graphs.captured[0, key])
+    steps = [key for (index, key) in runner.graphs.captured if index == 0 and (key.part == "sample" or key.decode_only)]
+    for part in ("forward", "sample"):
+        key = max((key for key in steps if key.part == part), key=lambda key: key.num_tokens)
+        found[f"replay of {part}, {key.num_tokens} tokens"] = host_us(runner.graphs.captured[0, key])
     small = torch.zeros(64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")

@@ -89,7 +89,7 @@ def samplers() -> Iterator[tuple[str, Work]]:
     import torch
 
     import test_sampling_triton as t
-    from gapless.batch.plan import Feature
+    from gapless.batch.row_params import Feature
     from gapless.sampling.triton import sample
 
     def drawing(features: Any, vocab: int, dtype: torch.dtype) -> Work:

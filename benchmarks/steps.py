@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import gapless
-from gapless.batch.plan import covering
+from gapless.batch.row_params import covering
 from gapless.bench.environment import environment
 from gapless.bench.measure import run_once, warm
 from gapless.bench.models import SHAPES, random_model

@@ -106,7 +106,7 @@ def must_be_empty(client: EngineClient) -> None:
             "waiting": stats.waiting,
             "blocks": stats.blocks_used,
             "rows": len(scheduler.rows.requests) - scheduler.rows.num_free,
-            "ids": len(scheduler.roster.row_of),
+            "ids": len(scheduler.states.row_of),
             "labels": len(client._groups),
             "completions": len(client._outputs._completions),
         }

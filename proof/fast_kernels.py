@@ -12,8 +12,8 @@ import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.batch.arena import Arena
-from gapless.batch.plan import Feature
 from gapless.batch.row_layout import NULL_BLOCK, RowLayout
+from gapless.batch.row_params import Feature
 from gapless.batch.slot_layout import StepInputs
 from gapless.cache.spec import KVSpec, VectorSpec
 from gapless.runner.kernels import Kernels

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gapless.batch.plan import StepPlan
+from gapless.batch.plan import SeqFlag, StepPlan
 from gapless.batch.row_layout import RowLayout
 from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
@@ -24,8 +24,9 @@ from gapless.request.sampling_params import SamplingParams
 from gapless.runner.kernels import reference_kernels
 from gapless.runner.runner import Runner
 from gapless.runner.shapes import EXACT, Shapes
-from gapless.scheduler.scheduler import Scheduler, max_updates
+from gapless.scheduler.scheduler import Scheduler
 from gapless.scheduler.stats import SchedulerStats
+from gapless.scheduler.step_builder import max_updates
 from gapless.speculative.base import Speculation
 from gapless.speculative.make import make_speculation
 
@@ -197,8 +198,8 @@ def run_jobs(
 
 def computes_prompts(plan: StepPlan) -> bool:
     """Some sequence, drafts aside, has several tokens or scores."""
-    several = plan.query_lens > 1
-    return plan.scores is not None or bool((several if plan.drafts is None else several & ~plan.drafts).any())
+    several = (plan.query_lens > 1) & ~plan.having(SeqFlag.DRAFTS)
+    return bool((plan.having(SeqFlag.SCORES) | several).any())
 
 
 def random_options(rng: random.Random, *, fewest_blocks: int = 17) -> dict[str, object]:

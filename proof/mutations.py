@@ -20,11 +20,10 @@ from gapless.runner.kernels import Kernels
 
 RUNNER, SLOT = "gapless.runner.runner:Runner", "gapless.runner.slot:Slot"
 SCHEDULER, ROWS = "gapless.scheduler.scheduler:Scheduler", "gapless.batch.row_table:RowTable"
-BUILDER, ROSTER = "gapless.scheduler.step_builder:StepBuilder", "gapless.scheduler.row_states:Roster"
-PREFILL = "gapless.scheduler.prefill:Prefill"
+STATES = "gapless.scheduler.row_states:RowStates"
 POOL, PREFIX = "gapless.cache.block_pool:BlockPool", "gapless.cache.prefix_cache:PrefixCache"
-BLOCKS = "gapless.cache.block_tables:RowBlocks"
-STEADY, PREPARE = "gapless.scheduler.steady:Steady", "gapless.runner.prepare:"
+BLOCKS = "gapless.cache.block_tables:BlockTables"
+STEADY, PREPARE = "gapless.scheduler.steady:SteadyDecode", "gapless.runner.prepare:"
 SAMPLE, ENGINE = "gapless.sampling.reference:", "gapless.engine.engine:Engine"
 
 
@@ -102,6 +101,10 @@ DEPTH_LOOP = "range(depth)])"
 D2H_COPY = 'device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), drafts_of), "d2h")'
 H2D_RECORD, D2H_RECORD = "slot.h2d_done.record(device.h2d)", "slot.d2h_done.record(device.d2h)"
 SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self.state = "
+
+RELEASE = "    self.blocks.release(row)\n"
+STILL_SENT = f"    sent = int(self.blocks.sent[row])\n{RELEASE}    self.blocks.sent[row] = sent\n"
+PLANNED = "    if not (states.preempted or builder.full)"
 
 FAULTS = [
     # ---- events
@@ -244,7 +247,7 @@ FAULTS = [
         "only the newest unknown id is carried",
         "8",
         _one(
-            BUILDER, "build", "carry = positions >= r.known[flat_rows]",
+            STATES, "launch", "carry = positions >= r.known[flat_rows]",
             "carry = (positions >= r.known[flat_rows]) & (positions == r.total[flat_rows] - 1)",
         ),
         seeds=(467,),
@@ -252,21 +255,24 @@ FAULTS = [
     Fault(
         "nothing is carried in a steady phase",
         "8",
-        _one(STEADY, "next_plan", "self._placeholders, self._carried", "self._placeholders, self._known"),
+        _one(
+            STEADY, "next_plan", "known = None if self._in_flight else",
+            "known = np.zeros(len(self._rows), np.int32) if self._in_flight else",
+        ),
     ),
     # ---- rows
     Fault(
         "a row is given away before its last d2h",
         "4",
         (
-            Edit(ROSTER, "release", "if self._rows.in_flight[row]:", "if False:"),
+            Edit(STATES, "release", "if self.rows.in_flight[row]:", "if False:"),
             Edit(ROWS, "release", "if self.in_flight[row]:", "if False:"),
         ),
     ),
     Fault(
         "the overrun of a finished request is not dropped",
         "6",
-        _one(SCHEDULER, "commit", "drew = plan.samples & ~r.finished[plan.rows]", "drew = plan.samples.copy()"),
+        _one(SCHEDULER, "_take", "drew = plan.draws & ~r.finished[plan.rows]", "drew = plan.draws.copy()"),
     ),
     Fault(
         "a finished request is finished again by an abort",
@@ -278,40 +284,33 @@ FAULTS = [
     Fault(
         "a preempted row's table is not sent again",
         "4",
-        (
-            Edit(ROSTER, "preempt", "r.blocks_sent[row] = r.blocks_hashed[row] = ", "r.blocks_hashed[row] = "),
-            Edit(PREFILL, "_start", "r.blocks_sent[row] = 0", "pass"),
-        ),
+        _one(STATES, "preempt", RELEASE, STILL_SENT),
     ),
     Fault(
         "a preempted row keeps its place in the step",
         "4",
-        _one(SCHEDULER, "_plan_decodes", "kept = np.isin(ready, self.roster.running)", "kept = np.isin(ready, ready)"),
+        _one(SCHEDULER, "_schedule_decodes", "kept = np.isin(ready, states.running)", "kept = np.isin(ready, ready)"),
         seeds=(24,),
     ),
     Fault(
         "a new row keeps the block table of the one before",
         "4",
-        (
-            Edit(ROWS, "assign", "self.num_blocks[row] = self.blocks_sent[row] = ", "self.num_blocks[row] = "),
-            Edit(PREFILL, "_start", "r.blocks_sent[row] = 0", "pass"),
-        ),
+        _one(STATES, "finish", RELEASE, STILL_SENT),
     ),
     Fault(
         "a new block of a steady batch is not sent",
         "4",
-        _one(ROWS, "append_blocks", "part[:, 1] = new", "part[:, 1] = 0"),
+        _one(BLOCKS, "append", "part[:, 1] = new", "part[:, 1] = 0"),
     ),
     Fault(
         "a request's blocks are freed when its last step is launched",
         "4",
         _one(
-            SCHEDULER, "_finish_plan", "        self._count_step(plan)",
-            "        r, rows, ends = self.rows, plan.rows, plan.starts + plan.query_lens\n"
-            "        for row in rows[(r.total[rows] == r.limit[rows]) & (ends == r.limit[rows] - 1)].tolist():\n"
-            "            self.blocks.release(row)\n"
-            "            r.blocks_hashed[row] = 10**6\n"
-            "        self._count_step(plan)",
+            SCHEDULER, "schedule", PLANNED,
+            "    r, rows, ends = self.rows, plan.rows, plan.starts + plan.query_lens\n"
+            "    for row in rows[(r.total[rows] == r.limit[rows]) & (ends == r.limit[rows] - 1)].tolist():\n"
+            "        self.blocks.release(row)\n"
+            "        r.blocks_hashed[row] = 10**6\n" + PLANNED,
         ),
         harmless="the last step reads them on the compute stream, a later owner writes them on the same stream, later.",
     ),
@@ -326,7 +325,7 @@ FAULTS = [
     Fault(
         "blocks of a window are freed too early",
         "4",
-        _one(BLOCKS, "leave_behind", "np.maximum(lowest + 1 - window, 0)", "np.maximum(lowest + size - window, 0)"),
+        _one(BLOCKS, "free_passed", "np.maximum(lowest + 1 - window, 0)", "np.maximum(lowest + size - window, 0)"),
     ),
     Fault(
         "all groups write where the first one does",
@@ -345,8 +344,8 @@ FAULTS = [
         (
             Edit(PREFIX, "publish", "min(computed, int(r.known[row]))", "min(computed, int(r.total[row]))"),
             Edit(
-                SCHEDULER, "_finish_plan", "        self._count_step(plan)",
-                "        self._prefixes.publish_generated(plan.rows.tolist())\n        self._count_step(plan)",
+                SCHEDULER, "schedule", PLANNED,
+                "    states.prefixes.publish_generated(plan.rows.tolist())\n" + PLANNED,
             ),
         ),
         seeds=(129,),
@@ -354,7 +353,7 @@ FAULTS = [
     Fault(
         "a failed row's blocks stay in the prefix cache",
         "5",
-        _one(ROSTER, "finish", "if failed:", "if False:"),
+        _one(STATES, "finish", "if failed:", "if False:"),
     ),
     Fault(
         "a block is published before its last token is computed",

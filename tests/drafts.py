@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.device.base import Device
 from gapless.runner.kernels import reference_kernels
-from gapless.speculative.base import DRAFTS, FOLLOWS, DraftKernels, Sequences, Speculation
+from gapless.speculative.base import DraftKernels, Sequences, Speculation
 from gapless.speculative.steps import accept, expand, place
 
 
@@ -36,9 +37,9 @@ class OracleProposer:
         params, table = sequences.arena.params, sequences.arena.token_table
         for s, row in enumerate(sequences.rows.tolist()):
             flags = int(sequences.flags[s])
-            if not flags & DRAFTS:
+            if not flags & SeqFlag.DRAFTS:
                 continue
-            length = int(params[row, Word.LENGTH]) if flags & FOLLOWS else int(sequences.starts[s]) + 1
+            length = int(params[row, Word.LENGTH]) if flags & SeqFlag.DEVICE_START else int(sequences.starts[s]) + 1
             drafts = self._drafts(table[row, :length].tolist())
             table[row, length : length + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
             params[row, Word.NUM_DRAFTS] = len(drafts)

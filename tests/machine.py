@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from drafts import REFERENCE, OracleProposer
-from gapless.batch.plan import Feature, StepPlan
-from gapless.batch.row_layout import NULL_BLOCK, RowLayout, Word
-from gapless.batch.row_params import request_updates
+from gapless.batch.plan import StepPlan
+from gapless.batch.row_layout import NULL_BLOCK, RowLayout
+from gapless.batch.row_params import Feature, Word
+from gapless.batch.row_updates import request_updates
 from gapless.cache.groups import group_windows
 from gapless.config import EngineConfig
 from gapless.engine.engine import Engine, StepResult
@@ -365,7 +366,7 @@ class DrivenEngine(Engine):
                 tracked.epoch = self.epoch
             if self.num_drafts:  # where a sequence ends only the device knows; with drafts every update recomputes
                 versions[:] = [now]
-                end = int(r.num_blocks[row]) * size
+                end = int(self.scheduler.blocks.num_blocks[row]) * size
             else:
                 assert start <= len(versions), "positions are left out"
                 versions[start:] = [now] * (end - start)
@@ -373,14 +374,14 @@ class DrivenEngine(Engine):
             assert len(written) == (-(-end // size) - start // size) * self.layout.num_groups
             for place in written:
                 self.block_of[place] = (key, tracked.epoch)
-            if plan.samples[s]:
+            if plan.draws[s]:
                 draws[tracked.request.id] = (end, list(versions))
         self.flying.append((plan, draws))
         return super()._launch(plan)
 
     def blocks_at(self, row: int, first: int, end: int) -> list[tuple[int, int]]:
         """Group and number of the blocks that the row's table names in these places."""
-        tables = self.scheduler.rows.block_tables[:, row, first:end]
+        tables = self.scheduler.blocks.tables[:, row, first:end]
         return [(group, block) for group, table in enumerate(tables.tolist()) for block in table if block != NULL_BLOCK]
 
     def _commit(self, result: StepResult) -> None:
@@ -390,7 +391,7 @@ class DrivenEngine(Engine):
         if self.scheduler._steady is not None:
             self.scheduler._steady.flush()
         live = {int(r.ids[row]) for row in plan.rows.tolist() if not r.finished[row]}
-        drew = plan.samples.nonzero()[0]
+        drew = plan.draws.nonzero()[0]
         for s, (request_id, (place, versions)) in zip(drew.tolist(), draws.items(), strict=True):
             tracked = self.requests[request_id]
             if request_id not in live:
@@ -399,7 +400,7 @@ class DrivenEngine(Engine):
                 self.drew(tracked, place, versions, int(result.tokens[s]))
                 continue
             tokens = result.tokens[s].tolist()
-            several = tokens[: tokens[plan.width]] if plan.width > 1 else [tokens]
+            several = tokens[: tokens[plan.query_width]] if plan.query_width > 1 else [tokens]
             assert several
             self.accepted += len(several) - 1
             for token in several:

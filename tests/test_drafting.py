@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.plan import SeqFlag, StepPlan
 from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature
 from gapless.batch.row_table import RowTable
-from gapless.cache.block_tables import RowBlocks
+from gapless.cache.block_tables import BlockTables
 from gapless.scheduler.drafting import LONGEST_PAUSE, Drafting
 from gapless.speculative_config import SpeculativeConfig
 from proof.harness import make_request
@@ -22,9 +23,10 @@ def step(rows: np.ndarray) -> StepPlan:
     """All rows draft in it."""
     count = len(rows)
     return StepPlan(
-        0, rows, np.zeros(count, np.int32), np.full(count, WIDTH, np.int32), np.ones(count, np.bool_),
+        0, rows, np.zeros(count, np.int32), np.full(count, WIDTH, np.int32),
+        np.full(count, SeqFlag.DRAWS | SeqFlag.DRAFTS, np.int32),
         np.zeros(count * WIDTH, np.int32), np.zeros(count * WIDTH, np.bool_), np.zeros((0, 2), np.int32),
-        Feature.GREEDY, width=WIDTH, drafts=np.ones(count, np.bool_), follows=np.zeros(count, np.bool_), few=True,
+        Feature.GREEDY, query_width=WIDTH, max_query_len=WIDTH,
     )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def test_who_drafts_follows_the_rule(seed: int, method: str) -> None:
         min_accepted=rng.choice([0.5, 1.0]), patience=rng.randint(1, 9), pause=rng.choice([1, 5, 1500]),
     )  # fmt: skip
     table = RowTable(RowLayout(3, 60_000, 16, 64))
-    drafting = Drafting(config, RowBlocks(table, 9))
+    drafting = Drafting(config, BlockTables(table, 9))
     requests = [make_request(i, [2, 3, 4], 59_000) for i in range(3)]
     rows = np.array([table.assign(request) for request in requests], np.int32)
     for row, request in zip(rows.tolist(), requests, strict=True):
@@ -72,7 +74,7 @@ def test_who_drafts_follows_the_rule(seed: int, method: str) -> None:
     for i in range(600):
         if i % 100 == 0:
             luck = [rng.choice([0.0, 0.2, 0.5]) for _ in rows]
-        chosen = drafting.choose(rows, 1000, prompts=False)
+        chosen = drafting.wanted(rows, 1000, prompts=False)
         assert chosen.tolist() == [table.total[row] >= rules[row].resume_at for row in rows.tolist()]
         accepted = np.array([sum(rng.random() < p for _ in range(WIDTH - 1)) for p in luck], np.int32)[chosen]
         own = rows[chosen]

@@ -235,8 +235,8 @@ def test_groups_agree_on_the_longest_boundary() -> None:
     row = int(plan.rows[0])
     assert plan.starts.tolist() == [40]
     # From position 40 the windows begin at 32 and at 21.
-    assert rows.first_blocks[:, row].tolist() == [0, 4, 2]
-    assert (rows.block_tables[1, row, :4] == NULL_BLOCK).all()
+    assert blocks.first_blocks[:, row].tolist() == [0, 4, 2]
+    assert (blocks.tables[1, row, :4] == NULL_BLOCK).all()
     assert full.num_published == full_before
     tokens = rows.tokens[row, 40:48]
     assert all(pool.lookup(keys[5], tokens) is not None for pool in blocks.pools)  # published again
@@ -248,10 +248,10 @@ def test_a_failed_row_takes_back_what_it_left_behind() -> None:
     scheduler = make((None, 10), max_num_batched_tokens=16)
     prompt = list(range(100, 150))
     scheduler.add(make_request(0, prompt, 5))
-    while (plan := scheduler.schedule()) is not None and not plan.samples[0]:
+    while (plan := scheduler.schedule()) is not None and not plan.draws[0]:
         scheduler.commit(plan, answer(plan))
     assert plan is not None
-    assert scheduler.rows.first_blocks[1, plan.rows[0]] >= 3
+    assert scheduler.blocks.first_blocks[1, plan.rows[0]] >= 3
     assert scheduler.blocks.pools[1].num_published > 0
     scheduler.commit(plan, answer(plan, -1))
     assert [pool.num_published for pool in scheduler.blocks.pools] == [0, 0]

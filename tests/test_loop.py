@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gapless.batch.plan import SeqFlag
 from gapless.device.cpu import CpuDevice
 from gapless.engine.engine import Engine
 from proof.harness import Job, make_parts, make_request, random_jobs, random_options, run_jobs
@@ -97,7 +98,7 @@ def test_a_prompt_that_is_scored_counts_as_a_prompt() -> None:
     request.prompt_logprobs = 1
     outcome = run_jobs([Job(request)], HashModel(), depth=2)
     assert all(plan.decode_only for plan in outcome.plans)
-    assert any(plan.scores is not None for plan in outcome.plans)
+    assert any(plan.having(SeqFlag.SCORES).any() for plan in outcome.plans)
 
 
 def test_a_second_error_in_the_inbox_does_not_keep_the_memory() -> None:

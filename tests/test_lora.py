@@ -456,7 +456,7 @@ def test_an_aborted_request_frees_its_adapter(llama: Setting) -> None:
         llm.unload_lora("a")
         client.abort("x")
         assert ended.wait(20)
-        wait_until(lambda: client._engine.call(lambda: client._scheduler.lora_users(1)) == 0, "the abort")
+        wait_until(lambda: not client._engine.call(lambda: list(client._scheduler.open_requests())), "the abort")
         llm.load_lora("b", llama.folders["b"])
         check_idle(llm)
 

@@ -42,7 +42,7 @@ def test_the_document_lists_these_faults_and_no_others() -> None:
 
 
 def test_nothing_is_caught_without_a_fault() -> None:
-    edit = Edit("gapless.scheduler.scheduler:Scheduler", "commit", "r, steady = ", "r, steady = ")
+    edit = Edit("gapless.scheduler.scheduler:Scheduler", "commit", "states, steady = ", "states, steady = ")
     nothing = Fault("nothing", "", (edit,))
     for workload in WORKLOADS:
         for depth in (1, 2, 3, 4):

@@ -32,7 +32,7 @@ def test_missed_steps(depth: int) -> None:
     jobs = [Job(make_request(i, [2 + i] * (1 + 23 * (i % 3)), 25, stop=(EOS,)), at_step=3 * i) for i in range(7)]
     outcome = run_jobs(jobs, model, depth=depth, max_num_batched_tokens=5, num_blocks=20, max_num_seqs=4)
     assert outcome.tokens() == {job.request.id: greedy(model, job) for job in jobs}
-    drawn = [set(plan.rows[plan.samples].tolist()) for plan in outcome.plans]
+    drawn = [set(plan.rows[plan.draws].tolist()) for plan in outcome.plans]
     named = [set(plan.rows.tolist()) for plan in outcome.plans]
     assert sum(d < n for d, n in zip(drawn, named, strict=True)) > 10
     assert sum(f.num_preemptions for f in outcome.finished.values()) > 0

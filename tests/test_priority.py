@@ -67,7 +67,7 @@ def test_lower_priorities_start_first() -> None:
 
 
 def _row(scheduler: Scheduler, number: int) -> int:
-    return scheduler.roster.row_of[number]
+    return scheduler.states.row_of[number]
 
 
 def test_the_newest_of_the_least_priority_is_preempted() -> None:
@@ -80,7 +80,7 @@ def test_the_newest_of_the_least_priority_is_preempted() -> None:
         plan = scheduler.schedule()
         if plan is None:
             break
-        ids = scheduler.rows.ids[list(scheduler.roster.preempted)].tolist()
+        ids = scheduler.rows.ids[list(scheduler.states.preempted)].tolist()
         lost += [number for number in ids if number not in lost]
         scheduler.commit(plan, answer(plan))
         scheduler.check()
@@ -101,7 +101,7 @@ def test_a_waiting_request_of_lower_priority_number_starts_before_a_preempted_on
         scheduler.commit(first, answer(first))
         second = scheduler.schedule()  # 0 needs a third block; 1 loses its own
         assert second is not None
-        assert [int(scheduler.rows.ids[row]) for row in scheduler.roster.preempted] == [1]
+        assert [int(scheduler.rows.ids[row]) for row in scheduler.states.preempted] == [1]
         scheduler.add(request(2, 8, 1, priority))
         scheduler.commit(second, answer(second))
         scheduler.finish(0, FinishReason.ABORT)
@@ -133,17 +133,17 @@ def test_a_decoding_request_is_never_skipped(seed: int) -> None:
             added += 1
         while len(flying) < depth:
             scheduler._end_steady()
-            r, running = scheduler.rows, scheduler.roster.running.copy()
+            r, running = scheduler.rows, scheduler.states.running.copy()
             ready = running[(r.total[running] - r.computed[running] == 1) & (r.total[running] < r.limit[running])]
             ranks = r.ranks[ready]
             plan = scheduler.schedule()
             if plan is None:
                 break
             skipped = ~np.isin(ready, plan.rows)
-            assert set(ready[skipped]) <= set(scheduler.roster.preempted)
+            assert set(ready[skipped]) <= set(scheduler.states.preempted)
             if skipped.any():  # and those were the last by rank
                 assert ranks[skipped].min() > ranks[~skipped].max(initial=-(2**62))
-            assert list(r.ranks[scheduler.roster.running]) == sorted(r.ranks[scheduler.roster.running])
+            assert list(r.ranks[scheduler.states.running]) == sorted(r.ranks[scheduler.states.running])
             flying.append(plan)
         if flying:
             plan = flying.pop(0)

@@ -14,8 +14,8 @@ import torch
 
 from engines import check_idle, model, options, tokenizer
 from gapless import LLM, AsyncLLM, Logprob, RequestError, RequestOutputKind, SamplingParams
-from gapless.batch.plan import COMBINATIONS, Feature, covering
 from gapless.batch.row_layout import Record
+from gapless.batch.row_params import COMBINATIONS, Feature, covering
 from gapless.cli.options import given
 from gapless.errors import ConfigError
 from gapless.text.stop import StopMatcher

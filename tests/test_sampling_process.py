@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import Record, RowLayout, Word
-from gapless.batch.row_params import request_updates
+from gapless.batch.row_layout import Record, RowLayout
+from gapless.batch.row_params import Feature, Word
+from gapless.batch.row_updates import request_updates
 from gapless.request.request import Request
 from gapless.request.sampling_params import SamplingParams
 from gapless.sampling.process import process

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.batch.plan import Feature
 from gapless.batch.row_layout import Record
+from gapless.batch.row_params import Feature
 from gapless.sampling import reference
 from test_sampling_process import (
     EVERYTHING,

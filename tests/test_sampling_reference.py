@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.sampling.philox import Purpose, philox, uniform
 from gapless.sampling.reference import draw, sample, sample_and_store
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.sampling import reference
 from test_sampling_reference import ALL, Row, oracle, params, python_philox, random_batch
 

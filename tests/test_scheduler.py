@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.plan import StepPlan
 from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature
 from gapless.config import EngineConfig
 from gapless.errors import RequestError
 from gapless.request.outputs import FinishReason
@@ -60,7 +61,7 @@ def test_a_preempted_row_resumes_before_its_tokens_are_known() -> None:
     assert all(plans)
     row = int(scheduler.rows.ids.tolist().index(1))
     scheduler._end_steady()
-    scheduler.roster.preempt(row, StepBuilder(64, 1000))
+    scheduler.states.preempt(row, StepBuilder(64, 1000))
     plan = scheduler.schedule()
     assert plan is not None
     mine = np.repeat(plan.rows, plan.query_lens) == row

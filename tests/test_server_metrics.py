@@ -12,7 +12,7 @@ import torch
 from engines import OPTIONS, model, wait_until
 from gapless.cache.spec import KVSpec, StateSpec, VectorSpec
 from gapless.engine.stats import EngineStats
-from gapless.scheduler.read_counters import Volume
+from gapless.scheduler.read_counters import ReadCounters
 from gapless.scheduler.stats import SchedulerStats
 from gapless.server.estimates import ModelSizes
 from gapless.server.metrics import Metrics
@@ -224,7 +224,7 @@ class Shapes:
 
 def test_estimates_of_all_kinds_of_layers() -> None:
     sizes = ModelSizes.of(Shapes(), (None, 3, 4))
-    done = SchedulerStats(steps=2, tokens_computed=10, volume=Volume(3, [100, 30, 40], [200, 31, 41]))
+    done = SchedulerStats(steps=2, tokens_computed=10, reads=ReadCounters(3, [100, 30, 40], [200, 31, 41]))
     found = sizes.estimate(done)
     kv, conv, state = 2 * 16 * 2, 6 * 2, 16 * 4
     assert found.read == 2 * Shapes.weight_bytes + 100 * kv + 30 * conv + 40 * kv + 3 * state

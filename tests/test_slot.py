@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.batch.plan import Feature, StepPlan
+from gapless.batch.plan import StepPlan
+from gapless.batch.row_params import Feature
 from gapless.batch.slot_layout import slot_layout, step_inputs
 from gapless.device.cpu import CpuDevice
 from gapless.runner.slot import Slot
@@ -17,7 +18,7 @@ from gapless.runner.slot import Slot
 SEQS, TOKENS, UPDATES = 6, 24, 8
 
 
-def plan(rng: random.Random, drafts: bool) -> StepPlan:
+def plan(rng: random.Random, step: int, drafts: bool) -> StepPlan:
     """Any plan that fits."""
     n = rng.randint(1, SEQS)
     lens = np.array([rng.randint(1, TOKENS // SEQS) for _ in range(n)], np.int32)
@@ -25,13 +26,17 @@ def plan(rng: random.Random, drafts: bool) -> StepPlan:
     def flags(count: int) -> np.ndarray:
         return np.array([rng.random() < 0.5 for _ in range(count)], np.bool_)
 
-    t = int(lens.sum())
+    t, carry = int(lens.sum()), flags(int(lens.sum())) | (rng.random() < 0.5)
     return StepPlan(
-        0, np.array(rng.sample(range(SEQS), n), np.int32), numbers(rng, n), lens, flags(n), numbers(rng, t), flags(t),
-        numbers(rng, 2 * rng.randint(0, UPDATES)).reshape(-1, 2), Feature.GREEDY,
-        scores=flags(n) if rng.random() < 0.3 else None,
-        width=3 if drafts else 1, drafts=flags(n) if drafts else None, follows=flags(n) if drafts else None,
+        step, np.array(rng.sample(range(SEQS), n), np.int32), numbers(rng, n), lens,
+        np.array([rng.randrange(16 if drafts else 4) for _ in range(n)], np.int32),
+        np.where(carry, np.int32(0), numbers(rng, t)), carry, updates(rng), Feature.GREEDY,
+        query_width=3 if drafts else 1, carried=bool(carry.all()),
     )  # fmt: skip
+
+
+def updates(rng: random.Random) -> np.ndarray:
+    return numbers(rng, 2 * rng.randint(0, UPDATES)).reshape(-1, 2)
 
 
 def numbers(rng: random.Random, count: int) -> np.ndarray:
@@ -40,26 +45,26 @@ def numbers(rng: random.Random, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_left_as_it_was_is_what_would_be_written(seed: int) -> None:
-    """Plans that share some of their arrays, as those of a steady batch do, at paddings that change."""
+    """Plans that are the last one moved on, with ids that the host knows or not, at paddings that change; each of one
+    to three slots gets its turn, as in a ring."""
     print("seed", seed)
     rng = random.Random(seed)
     with_device = CpuDevice()
-    slot = Slot(with_device, 0, TOKENS, SEQS, UPDATES)
-    now = plan(rng, False)
-    for number in range(60):
-        what = rng.random()
-        if what < 0.6:  # the batch goes on
-            now = dataclasses.replace(
-                now, starts=now.starts + np.int32(1), updates=numbers(rng, 2 * rng.randint(0, UPDATES)).reshape(-1, 2)
-            )
-        elif what < 0.8:  # one of the arrays that mostly last is another one
-            name = rng.choice(["samples", "input_ids", "carry"])
-            old = getattr(now, name)
-            now = dataclasses.replace(now, **{name: old[::-1].copy()})
-        else:
-            now = plan(rng, rng.random() < 0.3)
-        padded = slot_layout(rng.choice([now.num_tokens, TOKENS]), rng.choice([now.num_seqs, SEQS]))
-        fresh = Slot(with_device, 1 + number, TOKENS, SEQS, UPDATES)
+    depth = rng.randint(1, 3)
+    ring = [Slot(with_device, i, TOKENS, SEQS, UPDATES) for i in range(depth)]
+    now = plan(rng, 0, False)
+    full = rng.random() < 0.5
+    for number in range(120):
+        if number and rng.random() < 0.8:
+            now = now.moved_on(updates(rng), numbers(rng, now.num_tokens) if rng.random() < 0.3 else None)
+        elif number:
+            now = plan(rng, number, rng.random() < 0.3)
+            full = rng.random() < 0.5
+        if rng.random() < 0.1:
+            full = not full
+        slot = ring[number % depth]
+        padded = slot_layout(TOKENS if full else now.num_tokens, SEQS if full else now.num_seqs)
+        fresh = Slot(with_device, depth + number, TOKENS, SEQS, UPDATES)
         used = slot.fill(now, padded, SEQS)
         assert used == fresh.fill(now, padded, SEQS)
         found, expected = step_inputs(slot.host, padded), step_inputs(fresh.host, padded)

@@ -14,11 +14,12 @@ import torch
 from gapless.attention.context import AttentionContext, AttentionParams
 from gapless.attention.reference import attend_brute
 from gapless.batch.arena import arena_views
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.device.cpu import CpuDevice
 from gapless.speculative import steps
-from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
+from gapless.speculative.base import DraftIndices, Sequences
 from gapless.speculative.ngram import NgramProposer, lookup
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -96,16 +97,16 @@ class Step:
             params[rows[s], Word.LIMIT] = min(length + int(rng.integers(0, 2 * width)), 60)
             params[rows[s], Word.NUM_DRAFTS] = rng.integers(0, width)
             starts[s] = self.true_starts[s] = length - 1
-            lens[s], flags[s] = 1, DRAWS
+            lens[s], flags[s] = 1, SeqFlag.DRAWS
             if kind <= 1:
-                lens[s], flags[s] = width, DRAWS | DRAFTS
+                lens[s], flags[s] = width, SeqFlag.DRAWS | SeqFlag.DRAFTS
             if kind in (1, 2):
-                flags[s] |= FOLLOWS
+                flags[s] |= SeqFlag.DEVICE_START
                 starts[s] = max(0, length - 1 - int(rng.integers(0, width)))
             if kind >= 3 and not by_token:
                 lens[s] = rng.integers(1, 5)
-                flags[s] = [DRAWS, SCORES, 0][rng.integers(0, 3)]
-                lens[s] = 1 if flags[s] == SCORES else lens[s]
+                flags[s] = [SeqFlag.DRAWS, SeqFlag.SCORES, 0][rng.integers(0, 3)]
+                lens[s] = 1 if flags[s] == SeqFlag.SCORES else lens[s]
                 starts[s] = self.true_starts[s] = rng.integers(0, 50)
                 params[rows[s], Word.LIMIT] = starts[s] + lens[s] + int(rng.integers(1, 5))
         loc = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
@@ -152,17 +153,17 @@ class Step:
         for s in range(self.padded):
             row, limit = words[self.rows[s]], int(words[self.rows[s], Word.LIMIT])
             first, lens, start = int(self.loc[s]), int(self.lens[s]), int(self.true_starts[s])
-            drafting = bool(self.flags[s] & DRAFTS)
+            drafting = bool(self.flags[s] & SeqFlag.DRAFTS)
             chosen = range(lens) if drafting else range(lens - 1, lens)
             for j, token in enumerate(chosen if lens else ()):
                 position = start + token
                 at = first + token if self.by_token else s * w + j
                 rows[at], index[at], after[at] = self.rows[s], first + token, position + 1
-                draws = self.flags[s] & DRAWS if position + 1 < limit else 0
-                flags[at] = draws | (self.flags[s] & SCORES if j == 0 else 0)
+                draws = self.flags[s] & SeqFlag.DRAWS if position + 1 < limit else 0
+                flags[at] = draws | (self.flags[s] & SeqFlag.SCORES if j == 0 else 0)
                 if position >= limit:
                     positions[first + token] = 0
-            if self.flags[s] & DRAWS:
+            if self.flags[s] & SeqFlag.DRAWS:
                 base = start + (1 if drafting else lens)
                 most = min(int(row[Word.NUM_DRAFTS]), lens - 1) if drafting else 0
                 proposed[s] = max(0, min(most, limit - base - 1))
@@ -216,7 +217,7 @@ def test_triton_lookup_is_the_reference(seed: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ngram_triton, "_MAX_PROGRAMS", 3)
     k, least = 1 + seed, 1 + seed % 3
     step = Step(seed, k + 1)
-    step.flags |= np.where(step.lens > 0, DRAFTS, 0).astype(np.int32)
+    step.flags |= np.where(step.lens > 0, SeqFlag.DRAFTS, 0).astype(np.int32)
     expected = step.sequences("cpu")
     NgramProposer(k, least, least + 2).propose(expected, Feature.GREEDY)
     device = CpuDevice()

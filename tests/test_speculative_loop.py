@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from drafts import oracle
+from gapless.batch.plan import SeqFlag
 from gapless.request.outputs import FinishReason
 from gapless.runner.shapes import graph_shapes
 from gapless.speculative_config import SpeculativeConfig
@@ -31,7 +32,9 @@ def with_drafts(
         jobs, model, depth=depth, speculative=config, speculation=oracle(whole, k, seed, model.vocab_size), **options
     )
     plans: list[Any] = outcome.plans
-    assert all(p.few == (p.width > 1 and (p.drafts | (p.query_lens == 1)).all()) for p in plans), "also if repeated"
+    for p in plans:
+        bounded = p.query_width > 1 and (p.having(SeqFlag.DRAFTS) | (p.query_lens == 1)).all()
+        assert p.max_query_len == (p.query_width if bounded else None), "also if repeated"
     return outcome
 
 
@@ -202,7 +205,7 @@ def test_rows_of_low_acceptance_go_on_with_plain_steps(depth: int) -> None:
     stats = outcome.stats.drafts
     assert stats is not None
     assert stats.stopped >= 2
-    widths = [plan.width for plan in outcome.plans]
+    widths = [plan.query_width for plan in outcome.plans]
     first_plain = widths.index(1, 1)
     assert widths[first_plain : first_plain + 10] == [1] * 10, "plain steps, until the pause is over"
     assert sum(width == 1 for width in widths) > 60
@@ -217,7 +220,7 @@ def test_a_request_can_refuse_drafts() -> None:
     model = HashModel()
     config = SpeculativeConfig(min_accepted=0)
     outcome = run_jobs([Job(make_request(0, [3] * 9, 20, speculative=False))], model, depth=2, speculative=config)
-    assert {plan.width for plan in outcome.plans} == {1}
+    assert {plan.query_width for plan in outcome.plans} == {1}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -246,7 +249,7 @@ def test_drafts_never_keep_a_prompt_waiting(seed: int) -> None:
         left = budget - int((plan.rows != row).sum())
         assert got >= min(prompt - done, left - left // 2), (plan, done)
         done += got
-        drafted |= plan.width > 1 and bool(plan.drafts.any())
+        drafted |= plan.query_width > 1 and bool(plan.having(SeqFlag.DRAFTS).any())
         if done >= prompt:
             break
     assert done >= prompt

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from gapless.batch.arena import arena_views
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.sampling.reference import sample_and_store
-from gapless.speculative.base import DRAFTS, DRAWS, DraftIndices, Sequences
+from gapless.speculative.base import DraftIndices, Sequences
 from gapless.speculative.steps import accept, expand, place
 
 VOCAB, ROWS = 5, 4000
@@ -37,7 +38,7 @@ def run(
         drafts = torch.multinomial(drafts_from, ROWS, replacement=True, generator=generator).int()
 
         def step(start: int, width: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            flags = torch.full((ROWS,), DRAWS | (DRAFTS if width > 1 else 0), dtype=torch.int32)
+            flags = torch.full((ROWS,), SeqFlag.DRAWS | (SeqFlag.DRAFTS if width > 1 else 0), dtype=torch.int32)
             loc = torch.arange(ROWS + 1, dtype=torch.int32) * width
             sequences = Sequences(every, torch.full((ROWS,), start, dtype=torch.int32), flags, loc, arena, layout)
             ints = [torch.zeros(n, dtype=torch.int32) for n in (ROWS, ROWS * width, ROWS * width)]

@@ -199,6 +199,7 @@ def test_every_order_of_the_streams_gives_one_outcome() -> None:
     assert len(found.outcomes) == 1
 
 
+MASKS = "gapless.scheduler.masks:GrammarMasks"
 FAULTS = {
     "compute does not wait for the masks": Edit(RUNNER, "sample", "masks.done.wait(device.compute)", "pass"),
     "the masks' event is recorded before their copy": Edit(
@@ -208,8 +209,8 @@ FAULTS = {
         '    masks.done.record(device.h2d)\n    device.copy_h2d(masks.device[:used], masks.host[:used], "masks")\n',
     ),
     "masks are computed before older steps are committed": Edit(ENGINE, "_loop", " and len(in_flight) == 1", ""),
-    "a step is planned behind one that is held": Edit(SCHEDULER, "schedule", "if self._held is not None:", "if False:"),
-    "a mask goes to the row of another request": Edit(SCHEDULER, "fill_masks", "return rows", "return rows * 0"),
+    "a step is planned behind one without masks": Edit(SCHEDULER, "schedule", "if self._masks.awaited:", "if False:"),
+    "a mask goes to the row of another request": Edit(MASKS, "fill", "return rows", "return rows * 0"),
 }
 
 

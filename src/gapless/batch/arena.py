@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Word
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Words of a row: where each word of the persistent rows lies, and what it means.
+"""RowLayout: where each word of the persistent rows lies.
 
 The device keeps one persistent row per running request. All 32-bit words of all rows lie in one arena, so that there
-is one kind of change: "word w becomes v". `RowLayout` says where each word lives; the scheduler writes changes with
-it, the runner cuts views with it.
+is one kind of change: "word w becomes v". The scheduler writes changes with the layout (`gapless.batch.row_updates`),
+the runner cuts views with it (`gapless.batch.arena`). What a row's parameters are is in `gapless.batch.row_params`.
 """
 
 from __future__ import annotations
@@ -13,52 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gapless.request.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-)
+from gapless.batch.row_params import BAD_WORDS_WIDTH, Word
+from gapless.request.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 I32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 NULL_BLOCK = 0
 """Block 0 of every pool: padding writes and reads it, no request ever owns it."""
-
-BAD_WORDS_WIDTH = MAX_BAD_WORDS + 1 + MAX_BAD_WORD_TOKENS
-"""Words of one row's bad words: offsets, then tokens."""
-
-
-class Word(enum.IntEnum):
-    """Places of one row's sampling parameters, in 32-bit words. F: the word holds a float's bits."""
-
-    TEMPERATURE = 0  # F, 0 is greedy
-    TOP_K = 1  # 0 keeps all
-    TOP_P = 2  # F
-    MIN_P = 3  # F
-    SEED_LOW = 4
-    SEED_HIGH = 5
-    MIN_END = 6  # the first position that a stop token may take
-    NUM_STOP = 7
-    PROMPT_LEN = 8
-    PRESENCE = 9  # F
-    FREQUENCY = 10  # F
-    REPETITION = 11  # F
-    NUM_BIAS = 12  # entries of the row's `RowLayout.bias_at`
-    NUM_BAD_WORDS = 13  # entries of the row's `RowLayout.bad_words_at`
-    ALLOWED_ONLY = 14  # 1: only what `RowLayout.allowed_at` marks
-    PROCESS = 15  # 1: any of the seven words before this one asks for something
-    NUM_LOGPROBS = 16  # 0: none; k + 1: of the chosen token and the k most likely ones
-    NUM_PROMPT_LOGPROBS = 17  # the same for tokens of the prompt
-    LORA = 18  # slot of the row's adapter, 0 for none; read by the forward half
-    LIMIT = 19  # the first position that no token may take
-    LENGTH = 20  # tokens that exist; written by steps with drafts (see `StepPlan.width`), and true after one
-    NUM_DRAFTS = 21  # drafts at the positions from the row's length on; written by the proposer
-    STOP_IDS = 22  # MAX_STOP_TOKEN_IDS words
-    COUNT = 22 + MAX_STOP_TOKEN_IDS
-
 
 class Record(enum.IntEnum):
     """Places in what a step brings back for a sequence that asks for log-probabilities. F: a float's bits."""

@@ -16,14 +16,13 @@ never a token, so it never waits for one.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from gapless.batch.row_layout import RowLayout
-from gapless.batch.row_params import changes, needs_prompt_on_device, request_updates, row_features
+from gapless.batch.row_layout import I32, RowLayout
+from gapless.batch.row_params import needs_prompt_on_device, row_features
+from gapless.batch.row_updates import changes, request_updates
 from gapless.request.request import Request
 from gapless.request.sampling_params import MAX_STOP_TOKEN_IDS
 
-I32 = npt.NDArray[np.int32]
 NEVER = np.iinfo(np.int32).max
 """In place of a count that is to be reached: it never is."""
 ID_BITS = 42
@@ -31,8 +30,7 @@ ID_BITS = 42
 
 
 class RowTable:
-    """Arrays indexed by row. In group g a row owns ``block_tables[g, row, first_blocks[g, row] : num_blocks[row]]``;
-    what lies before that has left the group's window and is the null block."""
+    """Arrays indexed by row. A row's blocks are in `gapless.cache.block_tables.BlockTables`."""
 
     def __init__(self, layout: RowLayout) -> None:
         rows = layout.max_num_seqs
@@ -45,9 +43,6 @@ class RowTable:
         self.limit = np.zeros(rows, np.int32)
         self.min_end = np.zeros(rows, np.int32)
         self.in_flight = np.zeros(rows, np.int32)  # launched steps that name the row and are not committed
-        self.num_blocks = np.zeros(rows, np.int32)
-        self.first_blocks = np.zeros((layout.num_groups, rows), np.int32)
-        self.blocks_sent = np.zeros(rows, np.int32)  # [0, blocks_sent) of the table are on the device
         self.blocks_hashed = np.zeros(rows, np.int32)  # [0, blocks_hashed) are in ``hashes`` and published
         self.finished = np.zeros(rows, np.bool_)
         self.streaming = np.zeros(rows, np.bool_)
@@ -65,7 +60,6 @@ class RowTable:
         self.first_token_time = np.zeros(rows, np.float64)
         self.stop_ids = np.full((rows, MAX_STOP_TOKEN_IDS), -1, np.int32)
         self.tokens = np.zeros((rows, layout.max_model_len), np.int32)
-        self.block_tables = np.zeros((layout.num_groups, rows, layout.max_blocks), np.int32)
         self.hashes: list[list[bytes]] = [[] for _ in range(rows)]
         self._free = list(range(rows - 1, -1, -1))
 
@@ -88,9 +82,7 @@ class RowTable:
         self.prompt_len[row] = self.known[row] = self.total[row] = n
         self.limit[row] = n + request.max_tokens
         self.min_end[row] = n + request.params.min_tokens
-        self.computed[row] = self.in_flight[row] = self.preemptions[row] = 0
-        self.num_blocks[row] = self.blocks_sent[row] = self.blocks_hashed[row] = 0
-        self.first_blocks[:, row] = 0
+        self.computed[row] = self.in_flight[row] = self.preemptions[row] = self.blocks_hashed[row] = 0
         self.finished[row] = False
         self.streaming[row] = request.streaming
         self.features[row] = int(row_features(request))
@@ -121,32 +113,3 @@ class RowTable:
     def token_updates(self, row: int, first: int, end: int) -> I32:
         """Changes ``[n, 2]`` that bring the row's tokens [first, end), all of them known, to the device."""
         return changes(row * self.layout.max_model_len + first, self.tokens[row, first:end])
-
-    def table_updates(self, row: int) -> I32:
-        """Changes ``[n, 2]`` that bring the blocks of the row that the device does not have yet."""
-        layout, sent, end = self.layout, int(self.blocks_sent[row]), int(self.num_blocks[row])
-        parts = []
-        for group, first in enumerate(self.first_blocks[:, row].tolist()):
-            lo = max(sent, first)
-            at = layout.block_tables_at + group * layout.table_words + row * layout.max_blocks
-            parts.append(changes(at + lo, self.block_tables[group, row, lo:end]))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def append_blocks(self, rows: I32, blocks: list[list[int]]) -> I32:
-        """Give each of ``rows`` one more block in each group; the changes ``[n, 2]`` that bring them to the device."""
-        layout, count, at = self.layout, len(rows), self.num_blocks[rows]
-        words = layout.block_tables_at + rows * np.int32(layout.max_blocks) + at
-        updates = np.empty((len(blocks) * count, 2), np.int32)
-        for group, new in enumerate(blocks):
-            self.block_tables[group, rows, at] = new
-            part = updates[group * count : (group + 1) * count]
-            part[:, 0] = words + np.int32(group * layout.table_words)
-            part[:, 1] = new
-        self.num_blocks[rows] = self.blocks_sent[rows] = at + 1
-        return updates
-
-    def blocks_of(self, row: int, group: int = 0) -> list[int]:
-        """Blocks of the group that the row owns, in table order."""
-        owned = self.block_tables[group, row, self.first_blocks[group, row] : self.num_blocks[row]]
-        blocks: list[int] = owned.tolist()
-        return blocks

@@ -1,7 +1,13 @@
-"""RowBlocks: the blocks of the rows, in all groups at once. Touched by the loop's thread only.
+"""BlockTables: the blocks of the rows, in all groups at once. Touched by the loop's thread only.
+
+For each row and group, as half-open ranges of places in its table:
+
+    [0, first_blocks)            the null block: they have left the group's window
+    [first_blocks, num_blocks)   blocks that the row owns
+    [0, sent)                    what the device has of it
 
 A row's table is equally long in every group, as a position lies in the same place of each. Groups with a window own
-less of it: once no later step reads a block, `leave_behind` gives it back. So such a row holds at most
+less of it: once no later step reads a block, `free_passed` gives it back. So such a row holds at most
 `gapless.cache.groups.blocks_spanned` blocks of the group, however long it gets. A new owner may have the block at once:
 steps in flight that still read it come before the owner's writes on the compute stream.
 
@@ -16,8 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gapless.batch.plan import NO_UPDATES
 from gapless.batch.row_layout import I32, NULL_BLOCK
 from gapless.batch.row_table import RowTable
+from gapless.batch.row_updates import changes
 from gapless.cache.block_pool import BlockPool
 from gapless.cache.groups import blocks_spanned, longest_chunk
 from gapless.errors import RequestError
@@ -36,12 +44,17 @@ class Hit:
     blocks: tuple[list[int], ...]
 
 
-class RowBlocks:
+class BlockTables:
     """See the module.
 
     Args:
-        rows: whose tables are written here.
+        rows: whose tables these are; read only.
         num_blocks: of each group's pool, the null blocks among them; one number if they are equal.
+
+    Attributes:
+        tables: int32 ``[G, R, max_blocks]``.
+        first_blocks: int32 ``[G, R]``.
+        num_blocks, sent: int32 ``[R]``.
     """
 
     def __init__(self, rows: RowTable, num_blocks: int | Sequence[int]) -> None:
@@ -50,8 +63,13 @@ class RowBlocks:
         if len(counts) != len(windows):
             raise ValueError(f"num_blocks={num_blocks} is not allowed: {len(windows)} groups need as many numbers")
         self.pools = tuple(map(BlockPool, counts))
-        self.rows = self._rows = rows
-        self._size = rows.layout.block_size
+        self.rows, self._layout = rows, rows.layout
+        self._size = self._layout.block_size
+        count = self._layout.max_num_seqs
+        self.tables = np.zeros((len(windows), count, self._layout.max_blocks), np.int32)
+        self.first_blocks = np.zeros((len(windows), count), np.int32)
+        self.num_blocks = np.zeros(count, np.int32)
+        self.sent = np.zeros(count, np.int32)
         self.windowed = any(window is not None for window in windows)
         self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._chunks = [
@@ -75,8 +93,8 @@ class RowBlocks:
     @property
     def longest(self) -> int:
         """Tokens, prompt and output, of the longest request that could ever be finished."""
-        longest = self._rows.layout.max_model_len
-        for window, (capacity, chunk) in zip(self._rows.layout.windows, self._chunks, strict=True):
+        longest = self._layout.max_model_len
+        for window, (capacity, chunk) in zip(self._layout.windows, self._chunks, strict=True):
             if window is None or chunk < 1:
                 longest = min(longest, capacity * self._size)
         return longest
@@ -84,7 +102,7 @@ class RowBlocks:
     def refuse_what_never_fits(self, length: int) -> None:
         """Raise `RequestError` if a request of ``length`` tokens needs more than some group has. From any thread."""
         blocks = -(-length // self._size)
-        for window, (capacity, chunk) in zip(self._rows.layout.windows, self._chunks, strict=True):
+        for window, (capacity, chunk) in zip(self._layout.windows, self._chunks, strict=True):
             if blocks <= capacity or (window is not None and chunk >= 1):
                 continue
             need = f"need {blocks} blocks of {self._size}"
@@ -101,7 +119,7 @@ class RowBlocks:
         """Tokens that one step may compute of the row, so that its window and they fit in the pools."""
         if not self.windowed:
             return UNBOUNDED
-        blocks = self._blocks_for(int(self._rows.limit[row]))
+        blocks = self._blocks_for(int(self.rows.limit[row]))
         return min(UNBOUNDED if blocks <= capacity else chunk for capacity, chunk in self._chunks)
 
     @property
@@ -115,7 +133,7 @@ class RowBlocks:
         Hits that nobody owns now leave the available blocks when they are acquired.
         """
         needed = self._blocks_for(total) - hit.num_blocks
-        for window, pool, blocks in zip(self._rows.layout.windows, self.pools, hit.blocks, strict=True):
+        for window, pool, blocks in zip(self._layout.windows, self.pools, hit.blocks, strict=True):
             most = needed if window is None else min(needed, blocks_spanned(window, chunk, self._size) - len(blocks))
             if most > pool.available - pool.count_idle(blocks):
                 return False
@@ -132,46 +150,71 @@ class RowBlocks:
 
     def start(self, row: int, hit: Hit) -> None:
         """The row, which owns nothing, owns the blocks of ``hit`` too."""
-        r, end = self._rows, hit.num_blocks
+        end = hit.num_blocks
         for group, (pool, blocks) in enumerate(zip(self.pools, hit.blocks, strict=True)):
             first = end - len(blocks)
             for block in blocks:
                 pool.acquire(block)
-            r.block_tables[group, row, :first] = NULL_BLOCK
-            r.block_tables[group, row, first:end] = blocks
-            r.first_blocks[group, row] = first
-        r.num_blocks[row] = end
+            self.tables[group, row, :first] = NULL_BLOCK
+            self.tables[group, row, first:end] = blocks
+            self.first_blocks[group, row] = first
+        self.num_blocks[row] = end
 
-    def grow(self, row: int, count: int) -> bool:
-        """Give the row ``count`` more blocks in each group; False, and then nothing has changed, if some pool is
-        short of them."""
-        if any(pool.available < count for pool in self.pools):
-            return False
-        r = self._rows
-        have = int(r.num_blocks[row])
-        for group, pool in enumerate(self.pools):
-            r.block_tables[group, row, have : have + count] = pool.allocate(count) or []
-        r.num_blocks[row] = have + count
-        return True
+    def grow(self, row: int, end: int) -> I32 | None:
+        """Give the row blocks for the positions [0, ``end``) in each group.
+
+        Returns the changes ``[n, 2]`` that bring the device what it lacks of the row's tables; None, and then nothing
+        has changed, if some pool is short of blocks.
+        """
+        have = int(self.num_blocks[row])
+        count = self._blocks_for(end) - have
+        if count > 0:
+            if any(pool.available < count for pool in self.pools):
+                return None
+            for group, pool in enumerate(self.pools):
+                self.tables[group, row, have : have + count] = pool.allocate(count) or []
+            self.num_blocks[row] = have + count
+        sent, self.sent[row] = int(self.sent[row]), self.num_blocks[row]
+        return NO_UPDATES if sent == self.num_blocks[row] else self._changes(row, sent)
+
+    def _changes(self, row: int, sent: int) -> I32:
+        """Changes that bring the row's blocks from the place ``sent`` on to the device."""
+        layout, end, parts = self._layout, int(self.num_blocks[row]), []
+        for group, first in enumerate(self.first_blocks[:, row].tolist()):
+            lo = max(sent, first)
+            at = layout.block_tables_at + group * layout.table_words + row * layout.max_blocks
+            parts.append(changes(at + lo, self.tables[group, row, lo:end]))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def append(self, rows: I32) -> I32 | None:
-        """`leave_behind`, then one more block for each of ``rows`` in each group.
+        """`free_passed`, then one more block for each of ``rows`` in each group.
 
         Returns the changes ``[n, 2]`` that bring them to the device, or None if some pool is short of them.
         """
         if self.windowed:
-            self.leave_behind(rows)
-        if any(pool.available < len(rows) for pool in self.pools):
+            self.free_passed(rows)
+        count = len(rows)
+        if any(pool.available < count for pool in self.pools):
             return None
-        return self._rows.append_blocks(rows, [pool.allocate(len(rows)) or [] for pool in self.pools])
+        layout, at = self._layout, self.num_blocks[rows]
+        words = layout.block_tables_at + rows * np.int32(layout.max_blocks) + at
+        updates = np.empty((len(self.pools) * count, 2), np.int32)
+        for group, pool in enumerate(self.pools):
+            new = pool.allocate(count) or []
+            self.tables[group, rows, at] = new
+            part = updates[group * count : (group + 1) * count]
+            part[:, 0] = words + np.int32(group * layout.table_words)
+            part[:, 1] = new
+        self.num_blocks[rows] = self.sent[rows] = at + 1
+        return updates
 
-    def leave_behind(self, rows: I32) -> None:
-        """Give back the blocks of these running rows that no later step reads."""
-        r, size = self._rows, self._size
-        lowest = r.computed[rows]  # no later step computes a position before it, as whatever has been launched stays
+    def free_passed(self, rows: I32) -> None:
+        """Give back the blocks of these running rows that have left their windows, so that no later step reads them."""
+        size = self._size
+        lowest = self.rows.computed[rows]  # no later step computes an earlier position: what is launched stays
         for group, window in self._windows:
-            table, firsts, pool = r.block_tables[group], r.first_blocks[group], self.pools[group]
-            first = np.minimum(np.maximum(lowest + 1 - window, 0) // size, r.num_blocks[rows])
+            table, firsts, pool = self.tables[group], self.first_blocks[group], self.pools[group]
+            first = np.minimum(np.maximum(lowest + 1 - window, 0) // size, self.num_blocks[rows])
             gone = first - firsts[rows]
             one = gone == 1  # a row that decodes loses them one by one
             if one.any():
@@ -189,21 +232,25 @@ class RowBlocks:
 
     def release(self, row: int) -> None:
         """Take all blocks of the row."""
-        r = self._rows
         for group, pool in enumerate(self.pools):
-            pool.release(r.blocks_of(row, group))
-        r.num_blocks[row] = 0
-        r.first_blocks[:, row] = 0
+            pool.release(self.blocks_of(row, group))
+        self.num_blocks[row] = self.sent[row] = 0
+        self.first_blocks[:, row] = 0
+
+    def blocks_of(self, row: int, group: int = 0) -> list[int]:
+        """Blocks of the group that the row owns, in table order."""
+        owned = self.tables[group, row, self.first_blocks[group, row] : self.num_blocks[row]]
+        blocks: list[int] = owned.tolist()
+        return blocks
 
     # ---- the prefix cache -----------------------------------------------------------------------------------------
 
     def unpublish(self, row: int) -> None:
         """Nobody finds again what the row's steps have filled, in blocks that it has left behind neither."""
-        r = self._rows
         for group, pool in enumerate(self.pools):
-            for block in r.blocks_of(row, group):
+            for block in self.blocks_of(row, group):
                 pool.unpublish(block)
-            for key in r.hashes[row][: int(r.first_blocks[group, row])]:
+            for key in self.rows.hashes[row][: int(self.first_blocks[group, row])]:
                 pool.unpublish_key(key)
 
     def unpublish_all(self) -> None:
@@ -217,9 +264,8 @@ class RowBlocks:
         Raises:
             RuntimeError: a pool and the rows disagree, or a row owns a null block.
         """
-        r = self._rows
         for group, pool in enumerate(self.pools):
-            pool.check([block for row in used for block in r.blocks_of(row, group)])
+            pool.check([block for row in used for block in self.blocks_of(row, group)])
             for row in used:
-                if (r.block_tables[group, row, : r.first_blocks[group, row]] != NULL_BLOCK).any():
+                if (self.tables[group, row, : self.first_blocks[group, row]] != NULL_BLOCK).any():
                     raise RuntimeError(f"row {row} names blocks of group {group} that it has left behind")

@@ -18,14 +18,14 @@ from collections.abc import Iterable
 
 from gapless.batch.row_table import RowTable
 from gapless.cache.block_pool import ROOT, block_keys
-from gapless.cache.block_tables import Hit, RowBlocks
+from gapless.cache.block_tables import BlockTables, Hit
 
 
 class PrefixCache:
     """See the module. Disabled, it finds and publishes nothing. ``root`` precedes the first block of every row: in
     which formats keys and values are kept (`gapless.cache.spec.format_key`)."""
 
-    def __init__(self, rows: RowTable, blocks: RowBlocks, *, enabled: bool, root: bytes = ROOT) -> None:
+    def __init__(self, rows: RowTable, blocks: BlockTables, *, enabled: bool, root: bytes = ROOT) -> None:
         self._rows = rows
         self._blocks = blocks
         self._pools = blocks.pools
@@ -88,7 +88,7 @@ class PrefixCache:
             return
         contents = self._blocks_of_tokens(row, first, full)
         keys = self._hashes(row, full)[first:full]
-        for pool, blocks in zip(self._pools, r.block_tables[:, row, first:full].tolist(), strict=True):
+        for pool, blocks in zip(self._pools, self._blocks.tables[:, row, first:full].tolist(), strict=True):
             pool.publish(blocks, keys, contents)
         r.blocks_hashed[row] = full
 

@@ -7,7 +7,7 @@ the tokens of one step, and as many windows again as rows for prefixes that may 
     no more blocks than the layers that keep everything have: no row holds more of the one than of the other
 
 With a pool that is smaller than all rows' windows, fewer rows run at once; each can finish that
-`RowBlocks.refuse_what_never_fits` lets in.
+`BlockTables.refuse_what_never_fits` lets in.
 """
 
 from __future__ import annotations

@@ -128,9 +128,8 @@ class LoadedAdapters:
         """A slot that no adapter has and no request runs with."""
         if self._unloaded:
             # No request can be on its way meanwhile: the lock is held, and the inbox keeps its order.
-            unloaded = list(self._unloaded)
-            users = self._engine.call(lambda: [self._scheduler.lora_users(ref.id) for ref in unloaded])
-            self._unloaded = [ref for ref, count in zip(unloaded, users, strict=True) if count]
+            used = self._engine.call(lambda: {r.lora.id for r in self._scheduler.open_requests() if r.lora is not None})
+            self._unloaded = [ref for ref in self._unloaded if ref.id in used]
         taken = {ref.slot for ref in (*self._names.values(), *self._unloaded)}
         for slot in range(1, slots + 1):
             if slot not in taken:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from gapless.batch.plan import COMBINATIONS
 from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import COMBINATIONS
 from gapless.cache.groups import KVGroup, group_windows, kv_groups
 from gapless.cache.sizing import given_blocks, split_memory
 from gapless.cache.spec import KVSpec, LayerSpec, StateSpec, format_key, kept_as
@@ -36,7 +36,8 @@ from gapless.runner.kernels import reference_kernels, triton_kernels
 from gapless.runner.keys import Key
 from gapless.runner.runner import Runner
 from gapless.runner.shapes import EXACT, graph_shapes
-from gapless.scheduler.scheduler import Scheduler, max_updates
+from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.step_builder import max_updates
 from gapless.speculative.base import Speculation
 from gapless.speculative.make import make_speculation
 
@@ -412,7 +413,7 @@ def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: C
     try:
         runner = make_runner(2)
         keys = runner.graph_keys()
-        largest = [key for key in keys if key.half == "sample" and key.features == COMBINATIONS[-1]][:1]
+        largest = [key for key in keys if key.part == "sample" and key.features == COMBINATIONS[-1]][:1]
         runner.capture(keys[:1] + [key for key in keys if key.decode_only][:1] + largest)
         torch.cuda.empty_cache()  # what the runs before each capture took does not stay
         free, total = torch.cuda.mem_get_info(device)

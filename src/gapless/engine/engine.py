@@ -155,7 +155,7 @@ class Engine:
         stats.steps += 1
         stats.in_flight -= 1
         stats.busy += result.busy_ms * 1e-3
-        if result.plan.scores is not None or not (result.plan.decode_only or result.plan.few):
+        if result.plan.has_prompts:
             stats.busy_prompts += result.busy_ms * 1e-3
         stats.idle_masks += result.mask_wait_ms * 1e-3
         stats.held_steps += result.plan.constrained is not None

@@ -8,33 +8,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.batch.plan import Feature, StepPlan
-from gapless.batch.row_layout import RowLayout, Word
-from gapless.batch.slot_layout import StepInputs, slot_layout, step_inputs
+from gapless.batch.plan import StepPlan
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
+from gapless.batch.slot_layout import slot_layout, step_inputs
 from gapless.device.base import Access, Device
 from gapless.model.base import CausalModel
 from gapless.runner.kernels import Kernels
-from gapless.runner.keys import DRAWS, Key, graph_keys
+from gapless.runner.keys import Key, graph_keys
 from gapless.runner.masks import MaskRegion, mask_inputs
-from gapless.runner.prepare import StepIndices
 from gapless.runner.shapes import Shapes
 from gapless.runner.slot import Slot
 from gapless.runner.state import State
-from gapless.speculative.base import DraftIndices, Sequences, Speculation
 
 NO_STEP = StepPlan(
-    step=0,
+    step=-1,
     rows=np.zeros(0, np.int32),
     starts=np.zeros(0, np.int32),
     query_lens=np.zeros(0, np.int32),
-    samples=np.zeros(0, np.bool_),
+    flags=np.zeros(0, np.int32),
     input_ids=np.zeros(0, np.int32),
     carry=np.zeros(0, np.bool_),
     updates=np.zeros((0, 2), np.int32),
@@ -50,7 +48,7 @@ class Graphs:
         slots: of the ring.
         masks: of each slot; none if no step is ever held.
         state: what the parts read and write.
-        device, model, layout, kernels, shapes, speculation, processed_logprobs: see `gapless.runner.runner.Runner`.
+        device, model, layout, kernels, shapes, processed_logprobs: see `gapless.runner.runner.Runner`.
 
     Attributes:
         model: what the forwards run.
@@ -69,12 +67,11 @@ class Graphs:
         kernels: Kernels,
         shapes: Shapes,
         processed_logprobs: bool,
-        speculation: Speculation | None,
     ) -> None:
         self.model = model
         self._device, self._layout, self._state = device, layout, state
         self._slots, self._masks = slots, masks
-        self._kernels, self._shapes, self._speculation = kernels, shapes, speculation
+        self._kernels, self._shapes = kernels, shapes
         self._processed_logprobs = processed_logprobs
         self.captured: dict[tuple[int, Key], Callable[[], None]] = {}
         self._access: dict[str, list[Access]] = {}
@@ -101,13 +98,7 @@ class Graphs:
     def launch(self, key: Key, slot: Slot) -> None:
         """Enqueue a part of the slot's step."""
         work = self.captured[slot.index, key] if self._shapes.capture else self._build(key, slot)
-        self._device.launch(work, self._access[key.half][slot.index], key.half)
-
-    def draft_features(self, features: Feature) -> Feature:
-        """What of a step's features matters to its drafts."""
-        proposer = self._state.proposer
-        draws = proposer is not None and proposer.samples and features & Feature.SAMPLE
-        return DRAWS if draws else Feature.GREEDY
+        self._device.launch(work, self._access[key.part][slot.index], key.part)
 
     # ---- capture --------------------------------------------------------------------------------------------------
 
@@ -118,8 +109,8 @@ class Graphs:
             self._shapes,
             masks=bool(self._masks),
             lora=state.lora is not None,
-            width=1 if state.drafts is None else state.drafts.width,
-            drafts_draw=state.proposer is not None and state.proposer.samples,
+            query_width=1 if state.drafts is None else state.drafts.query_width,
+            drafts_draw=state.drafts is not None and state.drafts.proposer.samples,
         )
 
     def capture(
@@ -156,8 +147,8 @@ class Graphs:
         would be written to rows that others have by now.
         """
         slot = self._slots[0]
-        kinds = [key for key in keys if key.half != "mask"]
-        smallest = {(key.half, key.decode_only, key.lora, key.width, key.few): key for key in kinds}
+        kinds = [key for key in keys if key.part != "mask"]
+        smallest = {(key.part, key.decode_only, key.lora, key.query_width, key.max_query_len): key for key in kinds}
         with self._device.thread_context():
             for key in smallest.values():
                 slot.fill(NO_STEP, slot_layout(key.num_tokens, key.num_seqs), self._layout.null_row)
@@ -168,25 +159,30 @@ class Graphs:
     # ---- what is enqueued -----------------------------------------------------------------------------------------
 
     def _build(self, key: Key, slot: Slot) -> Callable[[], None]:
-        if key.half == "mask":
+        if key.part == "mask":
             inputs = mask_inputs(self._masks[slot.index].device, self._layout)
             return lambda: self._kernels.mask(inputs, self._state.arena.words, self._layout)
-        if key.half == "draft":
-            return self._draft(key, slot)
-        return self._forward(key, slot) if key.half == "forward" else self._sample(key, slot)
+        return {"draft": self._draft, "forward": self._forward, "sample": self._sample}[key.part](key, slot)
+
+    def _draft(self, key: Key, slot: Slot) -> Callable[[], None]:
+        assert self._state.drafts is not None
+        step = step_inputs(slot.device, slot_layout(key.num_tokens, key.num_seqs))
+        return self._state.drafts.propose(key, step, self._kernels)
 
     def _forward(self, key: Key, slot: Slot) -> Callable[[], None]:
         state, layout = self._state, self._layout
         step = step_inputs(slot.device, slot_layout(key.num_tokens, key.num_seqs))
         indices = state.indices.cut(key.num_tokens, key.num_seqs)
-        logits, logits_index = state.logits[: key.num_seqs], indices.logits_index
+        logits_index = indices.logits_index
         row_loras = state.arena.params[:, Word.LORA] if key.lora else None
-        drafts: DraftIndices | None = None
-        if key.width > 1 and state.drafts is not None:
-            num_logits = key.num_tokens if key.few else key.num_seqs * key.width
-            drafts = state.drafts.cut(key.num_seqs, num_logits, key.few)
-            logits, logits_index = state.logits[:num_logits], drafts.logits_index
+        drafts = state.drafts if key.query_width > 1 else None
 
+        def prepare() -> None:
+            self._kernels.prepare(step, state.arena, layout, indices)
+
+        if drafts is not None:
+            prepare, logits_index = drafts.prepare(key, step, indices, self._kernels)
+        logits = state.logits[: len(logits_index)]
         tables = [(indices.slot_mapping[g], state.arena.block_tables[g]) for g in range(layout.num_groups)]
 
         def context_of(slot_mapping: torch.Tensor, block_tables: torch.Tensor) -> AttentionContext:
@@ -202,67 +198,37 @@ class Graphs:
                 decode_only=key.decode_only,
                 row_loras=row_loras,
                 token_table=state.arena.token_table,
-                max_query_len=key.width if key.few else None,
+                max_query_len=key.max_query_len,
             )
 
         def work() -> None:
-            if drafts is not None:
-                self._prepare_drafts(step, indices, drafts)
-            else:
-                self._kernels.prepare(step, state.arena, layout, indices)
+            prepare()
             context, *others = (context_of(*table) for table in tables)
             if others:
                 context.group_of_layer, context.others = state.group_of_layer, tuple(others)
             self.model.forward(indices.input_ids, indices.positions, context, logits_index, logits)
-            if state.proposer is not None and not key.decode_only and not key.few:
-                state.proposer.follow(indices.input_ids, indices.positions, context)
+            if state.drafts is not None:
+                state.drafts.follow(key, indices, context)
 
         return work
 
     def _sample(self, key: Key, slot: Slot) -> Callable[[], None]:
         # Rows and flags lie before the tokens in the slot, at places that depend on the number of sequences alone.
-        state, s, n, width = self._state, key.num_seqs, key.num_tokens, key.width
+        state, s, n = self._state, key.num_seqs, key.num_tokens
         step = step_inputs(slot.device, slot_layout(s, s))
-        logits = state.logits[:n]
-        out, records = slot.tokens_out(n), slot.records_out(n, s if width > 1 else 0)
         rows, positions, flags = step.rows, state.indices.sample_positions[:s], step.flags
-        drafts: DraftIndices | None = None
-        if width > 1 and state.drafts is not None:
-            drafts = state.drafts.cut(s, n, key.few)
-            rows, positions, flags = drafts.rows, drafts.positions, drafts.flags
+        drafts = state.drafts if key.query_width > 1 else None
+        if drafts is not None:
+            rows, positions, flags = drafts.sampled(key)
+        logits, out, records = state.logits[:n], slot.tokens_out(n), slot.records_out(n, 0 if drafts is None else 2 * s)
+        accept = None if drafts is None else drafts.accept(key, slot, step, state.indices.input_ids)
 
         def work() -> None:
             self._kernels.sample(
                 logits, state.arena.words, self._layout, rows, positions, flags, key.features, out, records,
                 processed_logprobs=self._processed_logprobs,
             )  # fmt: skip
-            if drafts is not None and self._speculation is not None:
-                self._speculation.kernels.accept(
-                    self._sequences(step), drafts, state.indices.input_ids, out, *slot.counts_out(s, n)
-                )
+            if accept is not None:
+                accept()
 
         return work
-
-    # ---- steps with drafts ----------------------------------------------------------------------------------------
-
-    def _sequences(self, step: StepInputs) -> Sequences:
-        return Sequences(step.rows, step.starts, step.flags, step.query_start_loc, self._state.arena, self._layout)
-
-    def _draft(self, key: Key, slot: Slot) -> Callable[[], None]:
-        step, proposer = step_inputs(slot.device, slot_layout(key.num_tokens, key.num_seqs)), self._state.proposer
-        assert proposer is not None
-
-        def work() -> None:
-            self._kernels.apply_updates(step, self._state.arena)
-            proposer.propose(self._sequences(step), key.features)
-
-        return work
-
-    def _prepare_drafts(self, step: StepInputs, indices: StepIndices, drafts: DraftIndices) -> None:
-        """As `Kernels.prepare`, between finding the true starts and what follows from the drafts."""
-        assert self._speculation is not None
-        kernels, sequences = self._speculation.kernels, self._sequences(step)
-        kernels.place(sequences, drafts.starts)
-        moved = dataclasses.replace(step, starts=drafts.starts)
-        self._kernels.prepare(moved, self._state.arena, self._layout, indices)
-        kernels.expand(sequences, indices.positions, drafts)

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from gapless.batch.arena import Arena
-from gapless.batch.plan import Feature
 from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature
 from gapless.batch.slot_layout import StepInputs
 from gapless.runner.masks import MaskInputs, apply_masks
 from gapless.runner.prepare import StepIndices, apply_updates, prepare

@@ -12,7 +12,8 @@ masks by a second H2D copy, and enqueues the rest:
     h2d      copy masks host -> device ; record masks.done
     compute  wait masks.done ; masks into the rows ; sample ; record compute_done
 
-In a step with drafts a third graph, ``draft``, comes before the forward. Copies and events are the same.
+In a step with drafts a third graph, ``draft``, comes before the forward, see `gapless.runner.draft_steps`. Copies and
+events are the same.
 
 `launch` never blocks. `wait` blocks on the d2h_done of one slot, and is the only place that does. What outlives a step
 is `State`'s, what is enqueued `Graphs`'; both hand addresses to nobody but the kernels.
@@ -25,15 +26,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import numpy as np
-
-from gapless.batch.plan import Feature, StepPlan, covering
+from gapless.batch.plan import SeqFlag, StepPlan
 from gapless.batch.row_layout import I32, RowLayout
+from gapless.batch.row_params import Feature, covering
 from gapless.batch.slot_layout import slot_layout
 from gapless.device.base import NOTHING, Device, DeviceError, Event
 from gapless.device.counts import CopyCounts
 from gapless.lora.bank import AdapterBank
 from gapless.model.base import CausalModel
+from gapless.runner import draft_steps
+from gapless.runner.draft_steps import num_logits
 from gapless.runner.graphs import Graphs
 from gapless.runner.kernels import Kernels
 from gapless.runner.keys import MASK, Key
@@ -65,17 +67,6 @@ class StepInFlight:
     watch: Stopwatch
     padded: int  # S of its graphs
     num_logits: int  # L of its graphs; S without drafts
-
-
-def _logits_of(plan: StepPlan) -> I32:
-    """Int32 ``[S, W]``: which of the logits of a step with drafts are each sequence's; what it has not is repeated."""
-    j = np.arange(plan.width, dtype=np.int32)
-    if not plan.few:
-        places: I32 = np.arange(plan.num_seqs, dtype=np.int32)[:, None] * np.int32(plan.width) + j
-        return places
-    ends: I32 = np.cumsum(plan.query_lens, dtype=np.int32)[:, None]
-    last: I32 = np.minimum(ends - plan.query_lens[:, None] + j, ends - 1)
-    return last
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +123,9 @@ class Runner:
         self.device = device
         self.layout = layout
         self._shapes = shapes
-        width = 1 if speculation is None else speculation.width
-        max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs, width)
-        self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates, width) for i in range(depth)])
+        query_width = 1 if speculation is None else speculation.query_width
+        max_tokens, max_seqs = shapes.largest(max_num_tokens, layout.max_num_seqs, query_width)
+        self._ring = Ring([Slot(device, i, max_tokens, max_seqs, max_updates, query_width) for i in range(depth)])
         self._masks = [MaskRegion(device, i, layout) for i in range(depth if masks else 0)]
         self.state = State(
             device,
@@ -156,7 +147,6 @@ class Runner:
             kernels=kernels,
             shapes=shapes,
             processed_logprobs=processed_logprobs,
-            speculation=speculation,
         )
         # One more than slots: the end of the step before is still needed when a step has been waited for.
         self._watches = [Stopwatch(*(device.event(timing=True) for _ in range(4))) for _ in range(depth + 1)]
@@ -183,13 +173,12 @@ class Runner:
 
         slot.h2d_done.wait(device.compute)
         watch.start.record(device.compute)
-        width, few = plan.width, plan.few
-        if plan.drafts is not None and plan.drafts.any():
-            features = self.graphs.draft_features(plan.features)
-            self.graphs.launch(Key("draft", t, s, False, features, False, width, few), slot)
-        self.graphs.launch(Key("forward", t, s, plan.decode_only, Feature.GREEDY, plan.lora, width, few), slot)
-        num_logits = s if width == 1 else t if few else s * width
-        step = StepInFlight(plan, slot, watch, s, num_logits)
+        queries = plan.query_width, plan.max_query_len
+        drafts = self.state.drafts if plan.query_width > 1 else None
+        if drafts is not None and plan.having(SeqFlag.DRAFTS).any():
+            self.graphs.launch(Key("draft", t, s, False, drafts.features(plan.features), False, *queries), slot)
+        self.graphs.launch(Key("forward", t, s, plan.decode_only, Feature.GREEDY, plan.lora, *queries), slot)
+        step = StepInFlight(plan, slot, watch, s, num_logits(t, s, *queries))
         if plan.constrained is None:
             self._end(step)
         else:
@@ -213,34 +202,33 @@ class Runner:
         device, slot, plan, s = self.device, step.slot, step.plan, step.padded
         # Where sizes are exact nothing is captured, and what nobody asks for need not be paid for.
         features = covering(plan.features) if self._shapes.seq_buckets else plan.features
-        self.graphs.launch(Key("sample", step.num_logits, s, False, features, False, plan.width, plan.few), slot)
+        queries = plan.query_width, plan.max_query_len
+        self.graphs.launch(Key("sample", step.num_logits, s, False, features, False, *queries), slot)
         step.watch.end.record(device.compute)
         slot.compute_done.record(device.compute)
 
         slot.compute_done.wait(device.d2h)
-        drafts_of = s if plan.width > 1 else 0
-        device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), drafts_of), "d2h")
+        counts = 2 * s if plan.query_width > 1 else 0
+        device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), counts), "d2h")
         slot.d2h_done.record(device.d2h)
 
     def wait(self, step: StepInFlight) -> StepResult:
         """Block until the step's tokens are on the host, and copy them out of the slot."""
-        slot = step.slot
+        slot, plan = step.slot, step.plan
         slot.d2h_done.synchronize()
         with self.device.host_access(slot.reading, "read"):
-            has_records = bool(step.plan.features & Feature.LOGPROBS)
-            if step.plan.width == 1:
-                tokens = slot.read(step.plan.num_seqs)
-                records = slot.read_records(step.plan.num_seqs, step.padded) if has_records else None
+            if plan.query_width > 1:
+                tokens, records = draft_steps.read(slot, plan, step.padded, step.num_logits)
             else:
-                where = _logits_of(step.plan), step.padded, step.num_logits
-                tokens = slot.read_drafts(*where)
-                records = slot.read_draft_records(*where) if has_records else None
+                tokens, records = slot.read(plan.num_seqs), None
+                if plan.features & Feature.LOGPROBS:
+                    records = slot.read_records(plan.num_seqs, step.padded)
         watch, last = step.watch, self._last
         self._last = watch
-        held = 0.0 if step.plan.constrained is None else watch.forward_done.elapsed_ms(watch.masked)
-        busy = watch.start.elapsed_ms(watch.end) - held
+        mask_wait = 0.0 if plan.constrained is None else watch.forward_done.elapsed_ms(watch.masked)
+        busy = watch.start.elapsed_ms(watch.end) - mask_wait
         idle = last.end.elapsed_ms(watch.start) if last is not None else 0.0
-        return StepResult(step.plan, tokens, busy, max(idle, 0.0), records, held)
+        return StepResult(plan, tokens, busy, max(idle, 0.0), records, mask_wait)
 
     @property
     def copies(self) -> CopyCounts:

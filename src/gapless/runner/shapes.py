@@ -18,7 +18,7 @@ class Shapes:
         token_buckets: sizes T of all other steps; their S is the largest of ``seq_buckets``.
 
     A step with drafts and no prompt has room for K drafts of each sequence, or of an eighth of them; see
-    `StepPlan.width`.
+    `StepPlan.query_width`.
     """
 
     capture: bool = False
@@ -33,22 +33,22 @@ class Shapes:
         if plan.decode_only:
             s = self.seq_buckets[bisect.bisect_left(self.seq_buckets, s)]
             return s, s
-        if plan.few:
+        if plan.max_query_len is not None:
             s = self.seq_buckets[bisect.bisect_left(self.seq_buckets, s)]
-            return next(size for size in self.few_tokens(s, plan.width) if size >= t), s
+            return next(size for size in self.draft_tokens(s, plan.query_width) if size >= t), s
         return self.token_buckets[bisect.bisect_left(self.token_buckets, t)], self.seq_buckets[-1]
 
     @staticmethod
-    def few_tokens(num_seqs: int, width: int) -> tuple[int, ...]:
+    def draft_tokens(num_seqs: int, query_width: int) -> tuple[int, ...]:
         """The sizes T of steps with drafts and no prompt, for S = ``num_seqs``, from the smallest."""
         drafting = (num_seqs // 8, num_seqs) if num_seqs >= 16 else (num_seqs,)
-        return tuple(num_seqs + (width - 1) * count for count in drafting)
+        return tuple(num_seqs + (query_width - 1) * count for count in drafting)
 
-    def largest(self, max_num_tokens: int, max_num_seqs: int, width: int = 1) -> tuple[int, int]:
+    def largest(self, max_num_tokens: int, max_num_seqs: int, query_width: int = 1) -> tuple[int, int]:
         """The largest (T, S) that `pad` can give."""
         if not self.seq_buckets:
             return max_num_tokens, max_num_seqs
-        return max(self.token_buckets[-1], self.seq_buckets[-1] * width), self.seq_buckets[-1]
+        return max(self.token_buckets[-1], self.seq_buckets[-1] * query_width), self.seq_buckets[-1]
 
 
 EXACT = Shapes()

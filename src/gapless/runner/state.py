@@ -18,9 +18,10 @@ from gapless.cache.spec import StateSpec
 from gapless.device.base import Device
 from gapless.lora.bank import AdapterBank
 from gapless.model.base import CausalModel
+from gapless.runner.draft_steps import DraftSteps
 from gapless.runner.lora_memory import LoraMemory
 from gapless.runner.prepare import StepIndices
-from gapless.speculative.base import DraftIndices, Speculation
+from gapless.speculative.base import Speculation
 
 
 class State:
@@ -39,7 +40,7 @@ class State:
         group_of_layer: which block table each layer has.
         indices, logits: of the latest step.
         lora: the adapters, or None.
-        proposer, drafts: what makes drafts, and the indices of a step with drafts; or None.
+        drafts: what steps with drafts need, or None.
     """
 
     def __init__(
@@ -67,30 +68,25 @@ class State:
         lens = device.device_buffer((s,), torch.int32, "seq_lens")
         slots, rest = ints[2 * t : (2 + g) * t].view(g, t), ints[(2 + g) * t :]
         self.indices = StepIndices(ints[:t], ints[t : 2 * t], slots, lens, rest[:s], rest[s:])
-        self._index_buffers: tuple[torch.Tensor, ...] = (ints, lens)
-        width = 1 if speculation is None else speculation.width
-        self.logits = device.device_buffer((s * width, model.vocab_size), model.dtype, "logits")
+        self._index_buffers = (ints, lens)
+        query_width = 1 if speculation is None else speculation.query_width
+        self.logits = device.device_buffer((s * query_width, model.vocab_size), model.dtype, "logits")
         self.lora = None if adapters is None else LoraMemory(device, adapters)
-        self.proposer, self.drafts = None, None
+        self.drafts: DraftSteps | None = None
         if speculation is not None:
-            self.proposer = speculation.make_proposer(device, layout, num_blocks, s)
-            n = s * width
-            words = device.device_buffer((s + 2 * n,), torch.int32, "draft_words")
-            places = device.device_buffer((2 * n,), torch.int64, "draft_places")
-            self.drafts = DraftIndices(words[:s], words[s : s + n], words[s + n :], places[:n], places[n:], width)
-            self._index_buffers = (ints, lens, words, places)
+            self.drafts = DraftSteps(device, layout, speculation, self.arena, num_blocks, s)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All buffers that a step writes."""
         own = (self.arena.words, *self.kv, *self._index_buffers, self.logits)
-        return own if self.proposer is None else (*own, *self.proposer.state)
+        return own if self.drafts is None else (*own, *self.drafts.tensors)
 
     def take_pools(self) -> None:
         """The KV pools, zeroed."""
         self._take_kv()
-        if self.proposer is not None:
-            self.proposer.take_pool()
+        if self.drafts is not None:
+            self.drafts.proposer.take_pool()
 
     def _take_kv(self) -> None:
         layout = self._layout
@@ -106,5 +102,5 @@ class State:
         for i in range(len(self.kv)):
             self._device.release_buffer(f"kv{i}")
         self.kv.clear()
-        if self.proposer is not None:
-            self.proposer.drop_pool()
+        if self.drafts is not None:
+            self.drafts.proposer.drop_pool()

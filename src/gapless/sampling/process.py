@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 from gapless.batch.arena import arena_views
-from gapless.batch.row_layout import BAD_WORDS_WIDTH, I32, RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import I32, RowLayout
+from gapless.batch.row_params import BAD_WORDS_WIDTH, Word
 from gapless.request.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 
@@ -39,7 +41,7 @@ def process(
     params: I32 = arena_views(arena, layout).params.numpy()
     flagged = zip(rows.tolist(), positions.tolist(), sample_flags.tolist(), strict=True)  # sync-ok: on a CPU only
     for s, (row, position, flag) in enumerate(flagged):
-        if int(flag) & 1 and params[row, Word.PROCESS] and position <= layout.max_model_len:
+        if int(flag) & SeqFlag.DRAWS and params[row, Word.PROCESS] and position <= layout.max_model_len:
             table = words[row * layout.max_model_len :][:position]
             x[s] = torch.where(x[s].isnan(), x[s], _process_row(x[s], words, layout, row, params[row], table))
     return x

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 
 from gapless.batch.arena import arena_views
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.request.sampling_params import MAX_STOP_TOKEN_IDS
 from gapless.sampling.logprobs import write_records
 from gapless.sampling.philox import Purpose, uniform
@@ -94,8 +95,8 @@ def sample_and_store(
         layout: where the rows' words lie.
         rows: int32 ``[S]``, row of each sequence.
         positions: int64 ``[S]``, the position that the new token will take.
-        sample_flags: ``[S]``, integer or bool; where its lowest bit is 0, the sequence gets no token. Bit 1: the record
-            is that of the token which the table holds at ``positions``, always of the raw logits.
+        sample_flags: ``[S]``, integer or bool, see `SeqFlag`; a sequence that does not draw gets no token. The record
+            of one that scores is of the token which the table holds at ``positions``, always of the raw logits.
         features: what the rows need.
         out_tokens: int32 ``[S]``, written: the token, -1 for an invalid row, 0 where there is none.
         out_records: int32 ``[S, Record.COUNT]``, written for rows that ask, if the features name log-probabilities.
@@ -103,13 +104,13 @@ def sample_and_store(
     """
     index = rows.long()
     params = arena_views(arena, layout).params.index_select(0, index)
-    flags = (sample_flags & 1) != 0
+    flags = (sample_flags & SeqFlag.DRAWS) != 0
     x = logits
     if features & Feature.PROCESS:
         x = process(logits, arena, layout, rows, positions, sample_flags)
     token, drawn_from = choose(x, params, positions, features)
     if features & Feature.LOGPROBS and out_records is not None:
-        scores = (sample_flags & 2) != 0
+        scores = (sample_flags & SeqFlag.SCORES) != 0
         given = arena[(index * layout.max_model_len + positions).clamp(0, layout.block_tables_at - 1)]
         counts = torch.where(flags, params[:, Word.NUM_LOGPROBS], 0)
         counts = torch.where(scores, params[:, Word.NUM_PROMPT_LOGPROBS], counts)

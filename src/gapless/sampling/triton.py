@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from gapless.batch.arena import arena_views
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.sampling.philox import Purpose
 from gapless.sampling.reference import MIN_TEMPERATURE
 from gapless.sampling.triton_filter import (
@@ -38,6 +39,7 @@ from gapless.sampling.triton_process import process
 CHUNK = 4096
 
 _GROUPS = CHUNK // GROUP.value
+_DRAWS = tl.constexpr(int(SeqFlag.DRAWS))
 _TEMPERATURE, _TOP_K = tl.constexpr(int(Word.TEMPERATURE)), tl.constexpr(int(Word.TOP_K))
 _TOP_P, _MIN_P = tl.constexpr(int(Word.TOP_P)), tl.constexpr(int(Word.MIN_P))
 _SEED_LOW, _SEED_HIGH = tl.constexpr(int(Word.SEED_LOW)), tl.constexpr(int(Word.SEED_HIGH))
@@ -92,7 +94,7 @@ def _chunk_kernel(
     row, flag = s, s == s
     if STORE:
         row = tl.load(rows_ptr + s).to(tl.int64)
-        flag = (tl.load(flags_ptr + s) & 1) != 0
+        flag = (tl.load(flags_ptr + s) & _DRAWS) != 0
     row_ptr = params_ptr + row * _COUNT
     if flag:
         num_masked = count_masked(row_ptr, tl.load(positions_ptr + s), MIN_TOKENS)
@@ -151,7 +153,7 @@ def _choose_kernel(
     row, flag = s, s == s
     if STORE:
         row = tl.load(rows_ptr + s).to(tl.int64)
-        flag = (tl.load(flags_ptr + s) & 1) != 0
+        flag = (tl.load(flags_ptr + s) & _DRAWS) != 0
     row_ptr = params_ptr + row * _COUNT
     logits_ptr += s * logits_stride
     token = 0
@@ -265,7 +267,8 @@ def sample_and_store(
     _launch(x, params, positions, features, out_tokens, rows, flags, arena, layout.max_model_len, kept)
     if records is not None:
         # A draw's record may be of what it was drawn from; that of a prompt's token is always of the raw logits.
-        for mask, processed in ((1, True), (2, False)) if processed_logprobs else ((3, False),):
+        draws, scores = int(SeqFlag.DRAWS), int(SeqFlag.SCORES)
+        for mask, processed in ((draws, True), (scores, False)) if processed_logprobs else ((draws | scores, False),):
             of = x if processed else logits
             write_records(
                 of,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.batch.row_layout import Word
+from gapless.batch.row_params import Word
 from gapless.request.sampling_params import MAX_STOP_TOKEN_IDS
 
 GROUP = tl.constexpr(64)

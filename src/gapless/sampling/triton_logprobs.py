@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 
 from gapless.batch.arena import arena_views
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import Record, RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import Record, RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.request.sampling_params import MAX_LOGPROBS
 from gapless.sampling.reference import MIN_TEMPERATURE
 from gapless.sampling.triton_filter import count_masked, float_key, mask_stop_tokens, weigh
 
 CHUNK = 4096
+_DRAWS, _SCORES = tl.constexpr(int(SeqFlag.DRAWS)), tl.constexpr(int(SeqFlag.SCORES))
 _COUNT, _WIDTH = tl.constexpr(int(Word.COUNT)), tl.constexpr(int(Record.COUNT))
 _NUM_PROMPT = tl.constexpr(int(Word.NUM_PROMPT_LOGPROBS))
 _NUM_LOGPROBS, _TEMPERATURE = tl.constexpr(int(Word.NUM_LOGPROBS)), tl.constexpr(int(Word.TEMPERATURE))
@@ -43,9 +45,9 @@ def _float(pointer):
 def _asked(flag, token_ptr, given_ptr, row_ptr):
     """The token whose record is asked for, and 1 + how many others: a drawn one, or one that the prompt gives."""
     token, wanted = -1, 0
-    if (flag & 1) != 0:
+    if (flag & _DRAWS) != 0:
         token, wanted = tl.load(token_ptr), tl.load(row_ptr + _NUM_LOGPROBS)
-    elif (flag & 2) != 0:
+    elif (flag & _SCORES) != 0:
         token, wanted = tl.load(given_ptr), tl.load(row_ptr + _NUM_PROMPT)
     return token, wanted
 
@@ -211,7 +213,7 @@ def write_records(
 
     Args:
         logits: ``[S, V]``, raw, or what the token was drawn from.
-        flags: 1 for a sequence that drew a token, 2 for one that scores the token that the table holds.
+        flags: see `SeqFlag`: of the token that the sequence drew, or of the one that the table holds.
         tokens: int32 ``[S]``, drawn.
         kept: int32 ``[S, 3]``, what the draw kept: the least key, the bits of the least weight (negative: no filter)
             and of the largest logit. Read for processed log-probabilities only.

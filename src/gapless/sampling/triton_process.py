@@ -19,11 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.batch.row_layout import BAD_WORDS_WIDTH, RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import BAD_WORDS_WIDTH, Word
 from gapless.request.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 CHUNK = 4096
 _MAX_PROGRAMS = 32  # that count one row's positions
+_DRAWS = tl.constexpr(int(SeqFlag.DRAWS))
 _COUNT = tl.constexpr(int(Word.COUNT))
 _PROMPT_LEN, _PROCESS = tl.constexpr(int(Word.PROMPT_LEN)), tl.constexpr(int(Word.PROCESS))
 _PRESENCE, _FREQUENCY = tl.constexpr(int(Word.PRESENCE)), tl.constexpr(int(Word.FREQUENCY))
@@ -55,7 +58,7 @@ def _counts_anything(row_ptr):
 def _clear_kernel(rows_ptr, flags_ptr, arena_ptr, words_ptr, params_at, vocab, CHUNK: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
     row_ptr = arena_ptr + params_at + tl.load(rows_ptr + s).to(tl.int64) * _COUNT
-    if (tl.load(flags_ptr + s) & 1) != 0:  # noqa: SIM102
+    if (tl.load(flags_ptr + s) & _DRAWS) != 0:  # noqa: SIM102
         if _counts_anything(row_ptr):
             ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
             tl.store(words_ptr + s * vocab + ids, tl.zeros([CHUNK], tl.int32), mask=ids < vocab)
@@ -99,7 +102,7 @@ def _count_kernel(
     position = tl.load(positions_ptr + s).to(tl.int32)
     words_ptr += s * vocab
     table_ptr = arena_ptr + row * max_model_len
-    if ((tl.load(flags_ptr + s) & 1) != 0) & (position <= max_model_len):  # noqa: SIM102
+    if ((tl.load(flags_ptr + s) & _DRAWS) != 0) & (position <= max_model_len):  # noqa: SIM102
         if _counts_anything(row_ptr):
             prompt_len = tl.load(row_ptr + _PROMPT_LEN)
             first = tl.where(_float(row_ptr + _REPETITION) != 1, 0, prompt_len)
@@ -138,7 +141,7 @@ def _process_kernel(
     row_ptr = arena_ptr + params_at + row * _COUNT
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
-    if (tl.load(flags_ptr + s) & 1) != 0:
+    if (tl.load(flags_ptr + s) & _DRAWS) != 0:
         raw = tl.load(logits_ptr + s * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
         x = raw
         if (tl.load(row_ptr + _PROCESS) != 0) & (tl.load(positions_ptr + s) <= max_model_len):

@@ -17,19 +17,21 @@ The rule by which a row stops to draft is `SpeculativeConfig`'s.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from gapless.batch.plan import StepPlan
+from gapless.batch.plan import NO_UPDATES, SeqFlag, StepPlan
 from gapless.batch.row_layout import I32, Bools
 from gapless.batch.row_table import NEVER
-from gapless.cache.block_tables import RowBlocks
+from gapless.cache.block_tables import BlockTables
 from gapless.request.request import Request
+from gapless.scheduler.seams import NoDrafts
+from gapless.scheduler.stats import DraftStats
+from gapless.scheduler.step_builder import StepBuilder
+from gapless.scheduler.step_message import Drawn, MessageBuilder
 from gapless.speculative_config import SpeculativeConfig
 
 I64 = npt.NDArray[np.int64]
@@ -37,69 +39,19 @@ LONGEST_PAUSE = 4096
 """Tokens; where the doubling of a row's pauses ends."""
 
 
-@dataclass(slots=True)
-class DraftStats:
-    """Counters since the start.
-
-    Attributes:
-        steps: row-steps with drafts that were committed: a step with drafts of three rows counts three times.
-        proposed, accepted: drafts, at each of the K places after a row's last token.
-        stopped: times that a row stopped to draft because too few were accepted.
-    """
-
-    steps: int = 0
-    proposed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    stopped: int = 0
-
-    @property
-    def per_step(self) -> float:
-        """Drafts that a row's step had accepted, in the mean; one more is the mean of its tokens."""
-        return sum(self.accepted) / self.steps if self.steps else 0.0
-
-    def __str__(self) -> str:
-        if not self.steps:
-            return "no step had drafts"
-        places = " ".join(f"{a / p:.0%}" if p else "-" for a, p in zip(self.accepted, self.proposed, strict=True))
-        return (
-            f"{self.per_step:.2f} of {sum(self.proposed) / self.steps:.2f} accepted in each of {self.steps} steps; "
-            f"by place {places}"
-        )
-
-
-@dataclass(slots=True)
-class Committed:
-    """What a step with drafts brought, for the rows that still live.
-
-    Attributes:
-        rows: int32 ``[n]``.
-        tokens: int32 ``[n, width]``; -1 where the logits were not finite.
-        counts: int32 ``[n]``, how many of them count, an end included and a token that is -1 not.
-        last: int32 ``[n]``, the token that ends the run, a -1 included.
-        sequences: int64 ``[n]``, which of the plan's sequences they are.
-        bad, stopped: bool ``[n]``, the run ends by a -1, by a stop token.
-    """
-
-    rows: I32
-    tokens: I32
-    counts: I32
-    last: I32
-    sequences: I64
-    bad: Bools
-    stopped: Bools
-
-
-class Drafting:
+class Drafting(NoDrafts):
     """See the module."""
 
-    def __init__(self, config: SpeculativeConfig, blocks: RowBlocks) -> None:
+    stats: DraftStats
+
+    def __init__(self, config: SpeculativeConfig, blocks: BlockTables) -> None:
         rows = blocks.rows
+        super().__init__(rows)
         count = rows.layout.max_num_seqs
         self.config = config
         self.num_drafts = config.num_speculative_tokens
         self.slack = np.zeros(count, np.int32)
         self.stats = DraftStats(proposed=[0] * self.num_drafts, accepted=[0] * self.num_drafts)
-        self._rows = rows
         self._blocks = blocks
         self._resume_at = np.zeros(count, np.int32)  # drafts from this many tokens on
         self._pause = np.zeros(count, np.int32)
@@ -108,7 +60,7 @@ class Drafting:
         self._accepted = np.zeros(count, np.int32)  # drafts accepted in them
 
     @property
-    def width(self) -> int:
+    def query_width(self) -> int:
         """K + 1: the query tokens, and the logits, of a sequence with drafts."""
         return self.num_drafts + 1
 
@@ -129,7 +81,23 @@ class Drafting:
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
-    def choose(self, rows: I32, budget: int, *, prompts: bool) -> Bools:
+    def choose(self, rows: I32, builder: StepBuilder, *, prompts: bool) -> tuple[I32, I32]:
+        """See `NoDrafts.choose`. The end is the upper bound.
+
+        Drafts beyond the row's limit have a place too. They are of no use, but they share a tile with tokens that are,
+        and where nothing is written a NaN of an earlier owner may lie.
+        """
+        drafts = self.wanted(rows, builder.budget, prompts=prompts)
+        builder.drafting = rows[drafts]
+        lens = np.ones(len(rows), np.int32) + drafts * np.int32(self.num_drafts)
+        return lens, self._ends(rows, lens)
+
+    def _ends(self, rows: I32, lens: I32) -> I32:
+        r = self._rows
+        ends: I32 = np.minimum(r.computed[rows] + self.slack[rows] + lens, r.limit[rows] + np.int32(self.num_drafts))
+        return ends
+
+    def wanted(self, rows: I32, budget: int, *, prompts: bool) -> Bools:
         """Which of the rows that decode in a step do it with drafts. The budget holds one token of each; of what is
         left drafts may take all, or half if there are ``prompts`` that could use it. The oldest rows get it. A row that
         can take one more token only needs none."""
@@ -147,32 +115,34 @@ class Drafting:
         fits: Bools = self.slack[rows] + 2 * self.num_drafts + 1 <= self._blocks.longest_window_chunk
         return fits
 
-    def ends(self, rows: I32, lens: I32) -> I32:
-        """One beyond the last position that a step of ``lens`` tokens may write: the upper bound.
+    def may_resume(self, row: int) -> bool:
+        """Its steps with drafts are committed."""
+        return not self.slack[row]
 
-        Drafts beyond the row's limit have a place too. They are of no use, but they share a tile with tokens that are,
-        and where nothing is written a NaN of an earlier owner may lie.
-        """
-        r = self._rows
-        ends: I32 = np.minimum(r.computed[rows] + self.slack[rows] + lens, r.limit[rows] + np.int32(self.num_drafts))
-        return ends
-
-    def steps_until_resumed(self, rows: I32) -> int:
-        """Tokens until one of the rows, none of which drafts now, may draft."""
+    def steps_until_drafts(self, rows: I32) -> int:
+        """See `NoDrafts.steps_until_drafts`; in tokens of a row."""
         return int(np.maximum(self._resume_at[rows].astype(np.int64) - self._rows.total[rows], 0).min())
 
-    def launched(self, rows: I32, drafts: Bools) -> Bools:
-        """A step is planned, ``rows [S]`` with or without drafts. Which of them start where only the device knows."""
-        follows: Bools = self.slack[rows] > 0
+    def launch(
+        self, builder: StepBuilder, rows: I32, starts: I32, lens: I32, flags: I32
+    ) -> tuple[I32, int, int | None]:
+        """See `NoDrafts.launch`. A sequence with drafts computes one position for certain."""
+        drafts, device_start = np.isin(rows, builder.drafting), self.slack[rows] > 0
         self.slack[rows[drafts]] += self.num_drafts
-        return follows
+        if not (drafts.any() or device_start.any()):
+            return starts + lens, 1, None
+        flags += drafts * np.int32(SeqFlag.DRAFTS) + device_start * np.int32(SeqFlag.DEVICE_START)
+        ends = np.where(drafts, starts + np.int32(1), starts + lens)
+        no_prompt = bool((drafts | (lens == 1)).all())
+        return ends, self.query_width, self.query_width if no_prompt else None
 
-    def goes_on(self, plan: StepPlan) -> bool:
-        """Whether the plan is one that `repeat` can repeat: each sequence drafts, from where only the device knows."""
-        return plan.drafts is not None and plan.follows is not None and bool((plan.drafts & plan.follows).all())
+    def steady(self, plan: StepPlan) -> SteadyDrafts | None:
+        """Of a plan in which each sequence drafts, from where only the device knows."""
+        both = int(SeqFlag.DRAFTS | SeqFlag.DEVICE_START)
+        return SteadyDrafts(plan, self) if bool((plan.flags & both == both).all()) else None
 
-    def repeat(self, plan: StepPlan, step: int) -> StepPlan | None:
-        """The next step of an unchanged batch in which every row drafts: all but its blocks is as it was.
+    def another(self, plan: StepPlan) -> I32 | None:
+        """Launch the plan's sequences, all of which draft, once more; the changes of the arena that this takes.
 
         None when the general path must look, and then nothing has changed.
         """
@@ -182,11 +152,10 @@ class Drafting:
         if self._blocks.windowed and not self._fits_a_window(rows).all():
             return None
         size = r.layout.block_size
-        missing = self.ends(rows, plan.query_lens) - r.num_blocks[rows] * np.int32(size)
-        updates = plan.updates[:0]
+        missing = self._ends(rows, plan.query_lens) - self._blocks.num_blocks[rows] * np.int32(size)
+        updates = NO_UPDATES
         if int(missing.max()) > 0:
-            needy = rows[missing > 0]
-            appended = self._blocks.append(needy) if int(missing.max()) <= size else None
+            appended = self._blocks.append(rows[missing > 0]) if int(missing.max()) <= size else None
             if appended is None:
                 return None
             updates = appended
@@ -194,24 +163,24 @@ class Drafting:
         r.computed[rows] += 1
         r.in_flight[rows] += 1
         self.slack[rows] += self.num_drafts
-        return dataclasses.replace(plan, step=step, updates=updates)
+        return updates
 
     # ---- results --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, brought: I32, preempted: Collection[int]) -> Committed:
+    def commit(self, plan: StepPlan, brought: I32, records: I32 | None, preempted: Collection[int]) -> Drawn:
         """Correct the counts by what a step with drafts brought, and find where runs end.
 
         Args:
             plan: of the step.
-            brought: int32 ``[S, width + 2]``: the tokens of a sequence, how many of them were drawn at true places,
-                and how many drafts there were.
+            brought: int32 ``[S, W + 2]`` for a ``query_width`` of W: the tokens of a sequence, how many of them were
+                drawn at true places, and how many drafts there were.
+            records: int32 ``[S, W, Record.COUNT]``, or None.
             preempted: rows that have nothing computed.
         """
-        assert plan.drafts is not None
-        r, width = self._rows, self.width
-        drafting = plan.rows[plan.drafts]
-        self.slack[drafting] -= self.num_drafts
-        live = np.flatnonzero(plan.samples & ~r.finished[plan.rows])
+        r, width = self._rows, self.query_width
+        self.slack[plan.rows[plan.having(SeqFlag.DRAFTS)]] -= self.num_drafts
+        draws = plan.draws
+        live = np.flatnonzero(draws & ~r.finished[plan.rows])
         rows, tokens, counts = plan.rows[live], brought[live, :width], brought[live, width].copy()
         if len(rows) and int(counts.min()) < 1:
             raise RuntimeError(f"step {plan.step}: a row that has not ended got no token; counts {counts}")
@@ -234,17 +203,21 @@ class Drafting:
         sequence = np.arange(len(rows))
         is_bad, stopped = bad[sequence, last], stop[sequence, last]
         counts = (last + ~is_bad).astype(np.int32)
-        which, j = np.nonzero(place < counts[:, None])  # sync-ok: NumPy, the slot's output copied by the wait
+        taken = place < counts[:, None]
+        which, j = np.nonzero(taken)  # sync-ok: NumPy, the slot's output copied by the wait
         r.tokens[rows[which], at[which] + j] = tokens[which, j]
         r.known[rows] = at + counts
         r.first_token_time[rows[(at == r.prompt_len[rows]) & (counts > 0)]] = time.monotonic()
         self._judge(plan, live, brought[live, width + 1], np.minimum(extra, counts))
-        return Committed(rows, tokens, counts, tokens[sequence, last], live, is_bad, stopped)
+        return Drawn(
+            rows, tokens[sequence, last], is_bad, stopped,
+            rows[which], tokens[which, j], None if records is None else records[live][taken],
+            int(brought[draws, width].sum() - len(which) - is_bad.sum()),
+        )  # fmt: skip
 
     def _judge(self, plan: StepPlan, live: I64, proposed: I32, accepted: I32) -> None:
         """Count; and let rows stop that have too little of it."""
-        assert plan.drafts is not None
-        drafted = plan.drafts[live]
+        drafted = plan.having(SeqFlag.DRAFTS)[live]
         rows, proposed, accepted = plan.rows[live][drafted], proposed[drafted], accepted[drafted]
         if not len(rows):
             return
@@ -270,3 +243,36 @@ class Drafting:
             self._resume_at[stopping] = NEVER if once else self._rows.total[stopping] + self._pause[stopping]
             self._pause[stopping] = np.minimum(2 * self._pause[stopping], LONGEST_PAUSE)
             self._patience[stopping] = -(-config.patience // 4)
+
+
+class SteadyDrafts:
+    """See `gapless.scheduler.steady.Steady`: of a plan in which each sequence drafts. The counts are always true.
+
+    The general path takes what its steps bring, since most of them bring another number of tokens to each row.
+    """
+
+    def __init__(self, plan: StepPlan, drafting: Drafting) -> None:
+        self._plan = plan
+        self._drafting = drafting
+        self._stopped = drafting.stats.stopped
+
+    def next_plan(self) -> StepPlan | None:
+        """All but the blocks is as it was, unless some row has stopped to draft."""
+        if self._stopped != self._drafting.stats.stopped:
+            return None
+        updates = self._drafting.another(self._plan)
+        if updates is None:
+            return None
+        self._plan = self._plan.moved_on(updates)
+        return self._plan
+
+    def commit(self, plan: StepPlan, tokens: I32, records: I32 | None, message: MessageBuilder) -> bool:
+        """Takes nothing."""
+        return False
+
+    def outlasts(self, plan: StepPlan) -> bool:
+        """Steps with drafts end nothing, unless some row ends."""
+        return plan.query_width > 1
+
+    def flush(self) -> None:
+        """They are true."""

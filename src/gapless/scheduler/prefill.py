@@ -9,112 +9,83 @@ from __future__ import annotations
 
 import time
 
-from gapless.batch.row_table import RowTable
-from gapless.cache.block_tables import RowBlocks
-from gapless.cache.prefix_cache import PrefixCache
-from gapless.scheduler.drafting import Drafting
-from gapless.scheduler.outbox import Outbox
 from gapless.scheduler.queue import WaitingQueue
-from gapless.scheduler.row_states import Roster
-from gapless.scheduler.stats import SchedulerStats
+from gapless.scheduler.row_states import RowStates
 from gapless.scheduler.step_builder import StepBuilder
+from gapless.scheduler.step_message import MessageBuilder
 
 
 class Prefill:
     """See the module.
 
     Args:
-        rows, blocks, prefixes, roster, drafting, outbox, stats: the scheduler's.
+        states: of the rows.
+        message: is told of requests that start.
         budget: tokens of a whole step.
 
     Attributes:
         waiting: requests that have not started.
     """
 
-    def __init__(
-        self,
-        rows: RowTable,
-        blocks: RowBlocks,
-        prefixes: PrefixCache,
-        roster: Roster,
-        drafting: Drafting | None,
-        outbox: Outbox,
-        stats: SchedulerStats,
-        *,
-        budget: int,
-    ) -> None:
+    def __init__(self, states: RowStates, message: MessageBuilder, *, budget: int) -> None:
         self.waiting = WaitingQueue()
-        self._rows, self._blocks, self._prefixes, self._roster = rows, blocks, prefixes, roster
-        self._drafting, self._outbox, self._stats = drafting, outbox, stats
+        self._states, self._message = states, message
+        self._rows, self._blocks, self._prefixes = states.rows, states.blocks, states.prefixes
         self._budget = budget
-        self._block_size = rows.layout.block_size
+        self._block_size = states.rows.layout.block_size
         # The first waiting request, and the blocks it did not fit in.
         self._blocked: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def wanted(self) -> bool:
         """Some row has tokens to compute, or could start, if the budget lasts."""
-        r, running = self._rows, self._roster.running
-        starting = self._roster.preempted or (self.waiting and r.num_free)
+        r, running = self._rows, self._states.running
+        starting = self._states.preempted or (self.waiting and r.num_free)
         return bool(starting) or bool((r.total[running] - r.computed[running] > 1).any())
 
-    def look_again(self) -> None:
+    def retry(self) -> None:
         """The next request that waits may fit now, whatever was found before."""
         self._blocked = None
 
     # ---- running prompts ------------------------------------------------------------------------------------------
 
-    def go_on(self, builder: StepBuilder) -> None:
+    def schedule_running(self, builder: StepBuilder) -> None:
         """The next chunks of running prompts, by rank, while the budget lasts."""
-        r, running = self._rows, self._roster.running
+        r, running = self._rows, self._states.running
         for row in running[r.total[running] - r.computed[running] > 1].tolist():
             if builder.budget <= 0:
                 return
-            if row not in self._roster.preempted:
-                length = self._chunk(row, int(r.computed[row]), builder)
-                if self._roster.grow(row, length, builder):
-                    self._plan_chunk(row, length, builder)
+            if row not in self._states.preempted:
+                start = int(r.computed[row])
+                length = self._chunk(row, start, builder)
+                if self._states.grow(row, start + length, builder):
+                    self._add_chunk(row, start, length, builder)
 
     def _chunk(self, row: int, start: int, builder: StepBuilder) -> int:
-        """Tokens of the row's next chunk, from position ``start``.
+        """Tokens of the row's next chunk, from position ``start``."""
+        length = min(int(self._rows.total[row]) - start, builder.budget, self._blocks.longest_chunk(row))
+        return self._states.scores.chunk(row, start, length, builder)
 
-        A prompt whose tokens are scored goes as sequences of one token, since only the end of a sequence has logits:
-        so the logits of a step stay as many as its sequences, however long the prompt is.
-        """
-        r = self._rows
-        length = min(int(r.total[row]) - start, builder.budget, self._blocks.longest_chunk(row))
-        scored, to_score = int(r.scored[row]), int(r.to_score[row])
-        if scored == to_score:
-            return length
-        if start < scored:  # computed once more after a preemption
-            return min(length, scored - start)
-        return min(length, to_score - start, 1 + builder.seqs_left)
-
-    def _plan_chunk(self, row: int, length: int, builder: StepBuilder) -> None:
+    def _add_chunk(self, row: int, start: int, length: int, builder: StepBuilder) -> None:
         """Also publishes the blocks that the chunk completes, so a row with a chunk must stay in the step.
 
         It does: blocks are taken from the last of the running rows, chunks are planned by rank, and a starting row
         takes from none.
         """
-        r = self._rows
-        start = int(r.computed[row])
-        if r.scored[row] <= start < r.to_score[row]:
-            builder.score(row, length)
-            builder.update(r.token_updates(row, start + length, start + length + 1))  # no chunk has brought it yet
-        else:
+        if not self._states.scores.add(row, start, length, builder):
             builder.add(row, length)
         self._prefixes.publish(row, start + length)
 
     # ---- who starts -----------------------------------------------------------------------------------------------
 
-    def admit(self, builder: StepBuilder) -> None:
+    def schedule_waiting(self, builder: StepBuilder) -> None:
         """Resume preempted rows and start waiting requests, by priority; of one priority preempted rows come first.
         Stop at the first that does not fit."""
-        r, preempted = self._rows, self._roster.preempted
+        r, preempted = self._rows, self._states.preempted
         # A preempted row whose last token is in flight already needs no more steps; commit ends it.
         for row in [row for row in preempted if r.total[row] < r.limit[row]]:
-            if self._drafting is not None and self._drafting.slack[row]:
-                return  # how many tokens it has is known once its steps with drafts are committed
+            if not self._states.drafts.may_resume(row):
+                return
             if not self._admit_waiting(builder, before=int(r.priority[row])):
                 return
             if builder.budget <= 0 or builder.seqs_left <= 0 or not self._start(row, builder):
@@ -124,6 +95,7 @@ class Prefill:
 
     def _admit_waiting(self, builder: StepBuilder, before: int | None = None) -> bool:
         """Start waiting requests, those whose priority is below ``before`` only. False: the next one does not fit."""
+        states, stats = self._states, self._states.stats
         while builder.budget > 0 and builder.seqs_left > 0:
             if not self.waiting or not self._rows.num_free:
                 return True
@@ -133,12 +105,10 @@ class Prefill:
             if self._blocked == (request_id, self._blocks.available):
                 return False  # it did not fit, and nothing has been freed since
             if not builder.published:
-                self._prefixes.publish_generated(self._roster.running.tolist())
+                self._prefixes.publish_generated(states.running.tolist())
                 builder.published = True
-            row = self._rows.assign(request)
-            if self._drafting is not None:
-                self._drafting.assign(row, request)
-            params, hits = self._rows.param_updates(row), self._stats.prefix_hit_tokens
+            row = self._states.assign(request)
+            params, hits = self._rows.param_updates(row), stats.prefix_hit_tokens
             builder.updates_left -= len(params)
             started = self._start(row, builder)
             builder.updates_left += len(params)
@@ -149,11 +119,11 @@ class Prefill:
                 return False
             builder.update(params)
             del self.waiting[request_id]
-            self._roster.row_of[request_id] = row
-            self._outbox.waits.append(time.monotonic() - request.arrival)
+            states.row_of[request_id] = row
+            self._message.waits.append(time.monotonic() - request.arrival)
             length = len(request.prompt_token_ids)
-            self._stats.prompt_tokens += length
-            self._outbox.prefills.append(length - (self._stats.prefix_hit_tokens - hits))
+            stats.prompt_tokens += length
+            self._message.prefills.append(length - (stats.prefix_hit_tokens - hits))
         return before is None
 
     def _start(self, row: int, builder: StepBuilder) -> bool:
@@ -166,7 +136,7 @@ class Prefill:
         groups = r.layout.num_groups
         per_block = groups + self._block_size if r.needs_prompt[row] else groups
         most = (builder.updates_left - groups * (-(-builder.budget // self._block_size) + 1)) // per_block
-        hit = self._prefixes.hit(row, most) if r.scored[row] == r.to_score[row] else blocks.no_hit
+        hit = blocks.no_hit if self._states.scores.pending(row) else self._prefixes.hit(row, most)
         start, total = hit.num_blocks * self._block_size, int(r.total[row])
         builder.seqs_left -= 1
         length = self._chunk(row, start, builder)
@@ -179,14 +149,13 @@ class Prefill:
             builder.full = True
             return False
         blocks.start(row, hit)
-        r.blocks_sent[row] = 0
         r.blocks_hashed[row] = hit.num_blocks
         r.computed[row] = start
-        self._stats.prefix_hit_tokens += start
+        self._states.stats.prefix_hit_tokens += start
         if tokens:
             builder.update(r.token_updates(row, 0, tokens))
-        if not self._roster.grow(row, length, builder, preempt=False):
+        if not self._states.grow(row, start + length, builder, preempt=False):
             raise RuntimeError(f"{blocks.available} blocks are available but row {row} could not get its share")
-        self._roster.run(row)
-        self._plan_chunk(row, length, builder)
+        self._states.run(row)
+        self._add_chunk(row, start, length, builder)
         return True

@@ -1,4 +1,4 @@
-"""Volume: how much of the past steps have read, counted from plans, for estimates of bytes and operations.
+"""ReadCounters: how much of the past steps have read, counted from plans, for estimates of bytes and operations.
 
 A few NumPy calls over the sequences of a step. In a step with drafts the starts are lower bounds, and so is the count.
 """
@@ -16,7 +16,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Volume:
+class ReadCounters:
     """Sums since the start. The lists have one entry for each group of layers (see `gapless.cache.groups`).
 
     Attributes:
@@ -31,11 +31,16 @@ class Volume:
     pairs: list[int] = field(default_factory=list)
     _last: int = 0  # positions read in the latest step, of a group that sees all
 
-    def add(self, plan: StepPlan, windows: tuple[int | None, ...]) -> None:
-        """Count a step of an engine whose groups see ``windows`` positions."""
+    def count(self, plan: StepPlan, windows: tuple[int | None, ...]) -> None:
+        """Count the next step of an engine whose groups see ``windows`` positions."""
+        self.sequences += plan.num_seqs
+        if plan.repeats and plan.query_width == 1 and windows == (None,):  # each sequence is one position further
+            self._last += plan.num_seqs
+            self.keys[0] += self._last
+            self.pairs[0] += self._last
+            return
         if not self.keys:
             self.keys, self.pairs = [0] * len(windows), [0] * len(windows)
-        self.sequences += plan.num_seqs
         ends = plan.starts + plan.query_lens
         self._last = int(ends.sum())
         single = plan.num_tokens == plan.num_seqs
@@ -44,17 +49,6 @@ class Volume:
             keys = int(seen.sum())
             self.keys[i] += keys
             self.pairs[i] += keys if single else int((_seen(ends, window) - _seen(plan.starts, window)).sum())
-
-    def go_on(self, plan: StepPlan, windows: tuple[int | None, ...]) -> None:
-        """As `add`, of the latest step once more with each of its sequences, one token long, one position further."""
-        if any(window is not None for window in windows):
-            self.add(plan, windows)
-            return
-        self._last += plan.num_seqs
-        self.sequences += plan.num_seqs
-        for i in range(len(windows)):
-            self.keys[i] += self._last
-            self.pairs[i] += self._last
 
 
 def _seen(end: npt.NDArray[np.int32], window: int | None) -> I64:

@@ -9,53 +9,43 @@ requests are admitted, by priority and then first come first served, while rows,
 most half of what those single tokens leave while prompts could use it, so that prompts always get on. When blocks run
 out, the newest running request of the least priority is preempted.
 
-The parts: `Roster` knows who has a row, `Prefill` plans prompts and lets requests start, `StepBuilder` turns what was
-planned into a `StepPlan`, `Outbox` collects what is told. Decodes, and the end of requests, are planned here. A finish
-reason is set by abort, stop, length or error alike; the release follows in `Roster.release`, and nowhere else.
+The parts: `RowStates` owns rows, blocks, prefixes and counts. `StepBuilder` is a step while it is put together: decodes
+are planned here, prompts by `Prefill`, and `RowStates.launch` makes the plan. While nothing changes, `Steady` moves the
+last plan on instead. `MessageBuilder` collects what is told. A finish reason is set by abort, stop, length or error
+alike; the release follows in `RowStates.release`, and nowhere else.
+
+What is optional stands behind these: drafts (`gapless.scheduler.seams`), scores of prompts
+(`gapless.scheduler.prompt_scores`), masks of grammars (`gapless.scheduler.masks`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from gapless.batch.plan import StepPlan
-from gapless.batch.row_layout import I32, Bools, RowLayout
-from gapless.batch.row_table import NEVER, RowTable
-from gapless.cache.block_tables import RowBlocks
-from gapless.cache.prefix_cache import PrefixCache
+from gapless.batch.row_layout import I32, RowLayout
+from gapless.batch.row_table import NEVER
 from gapless.config import EngineConfig
 from gapless.errors import RequestError, shorter
-from gapless.grammar.matcher import fill_masks
-from gapless.request.messages import Finished, PromptRecords, StepMessage
+from gapless.request.messages import Finished, StepMessage
 from gapless.request.outputs import FinishReason
 from gapless.request.request import Request
-from gapless.scheduler.drafting import Drafting
-from gapless.scheduler.outbox import NO_TOKENS, Outbox
+from gapless.scheduler.masks import GrammarMasks
 from gapless.scheduler.prefill import Prefill
-from gapless.scheduler.row_states import Roster
+from gapless.scheduler.row_states import RowStates
 from gapless.scheduler.stats import SchedulerStats
-from gapless.scheduler.steady import NO_UPDATES, Steady
-from gapless.scheduler.step_builder import StepBuilder
+from gapless.scheduler.steady import Steady, SteadyDecode
+from gapless.scheduler.step_builder import StepBuilder, max_updates
+from gapless.scheduler.step_message import NO_TOKENS, Drawn, MessageBuilder
 from gapless.scheduler.weight_versions import WeightVersions
 
 NO_TOKEN = (
     "no token can be chosen: the logits of this request are not finite (NaN), or its own parameters "
     "(allowed_token_ids, bad_words, min_tokens, structured_outputs) mask all of them"
 )
-
-
-def max_updates(config: EngineConfig, layout: RowLayout) -> int:
-    """Changes of the arena that one step can carry: every row may need a block, a full budget of prompt tokens its
-    blocks, and some new requests their parameters, a few of them with masks and everything else that one may ask for.
-    What does not fit waits for the next step. Where drafts are looked up in the prompt, a hit in the prefix cache
-    brings its tokens along, as long as it may be."""
-    looked_up = config.speculative is not None and config.speculative.reads_prompt
-    decodes = (1 + layout.num_groups) * config.max_num_seqs
-    updates = max(config.max_num_batched_tokens, 1024) + decodes + 4 * layout.request_words
-    return updates + (layout.max_model_len + layout.num_groups * layout.max_blocks if looked_up else 0)
 
 
 class Scheduler:
@@ -72,40 +62,28 @@ class Scheduler:
         self, config: EngineConfig, layout: RowLayout, num_blocks: int | Sequence[int], *, prefix_root: bytes = b""
     ) -> None:
         self.layout = layout
-        self.rows = RowTable(layout)
-        self.blocks = RowBlocks(self.rows, num_blocks)
+        self.states = RowStates(config, layout, num_blocks, prefix_root)
+        self.rows, self.blocks, self.stats = self.states.rows, self.states.blocks, self.states.stats
         self.pool = self.blocks.pools[0]  # of the layers that keep everything, if there are any
-        self.stats = SchedulerStats()
-        self._drafting = None if config.speculative is None else Drafting(config.speculative, self.blocks)
-        if self._drafting is not None:
-            self.stats.drafts = self._drafting.stats
+        self.versions = WeightVersions(self.rows)
+        self.admission_closed = False  # new requests do not wait to start, but for the end of a pause
         self._longest = layout.max_model_len - config.num_drafts
-        self._block_size = layout.block_size
         self._budget = config.max_num_batched_tokens
         self._max_updates = max_updates(config, layout)
-        self._prefixes = PrefixCache(self.rows, self.blocks, enabled=config.enable_prefix_caching, root=prefix_root)
-        self.roster = Roster(self.rows, self.blocks, self._prefixes, self.stats)
-        self._outbox = Outbox(self.rows)
-        self._prefill = Prefill(
-            self.rows, self.blocks, self._prefixes, self.roster, self._drafting, self._outbox, self.stats,
-            budget=self._budget,
-        )  # fmt: skip
+        self._message = MessageBuilder(self.rows)
+        self._prefill = Prefill(self.states, self._message, budget=self._budget)
         self._waiting = self._prefill.waiting
-        self.admission_closed = False  # new requests do not wait to start, but for the end of a pause
         self._parked: dict[int, Request] = {}
-        self.versions = WeightVersions(self.rows)
-        self._steady: Steady | None = None
-        self._repeated: StepPlan | None = None  # the last plan, if `Drafting.repeat` may go on with it
-        self._last_rows = NO_TOKENS
+        self._masks = GrammarMasks(self.rows, self.finish)
+        self._steady: Steady | None = None  # while the last plan may go on
         self._step = 0
-        self._held: StepPlan | None = None  # the latest step, while its masks are missing
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     @property
     def has_requests(self) -> bool:
         """Some request is waiting or running."""
-        return bool(self._waiting or self.roster.preempted or len(self.roster.running))
+        return bool(self._waiting or self.states.preempted or len(self.states.running))
 
     @property
     def longest(self) -> int:
@@ -136,13 +114,14 @@ class Scheduler:
         request = self._waiting.pop(request_id, None) or self._parked.pop(request_id, None)
         if request is not None:
             versions = (self.versions.now,) * 2
-            self._outbox.finished.append(Finished(request_id, NO_TOKENS, reason, error=error, weight_versions=versions))
+            ended = Finished(request_id, NO_TOKENS, reason, error=error, weight_versions=versions)
+            self._message.finished.append(ended)
             self.stats.requests_finished += 1
             return
-        row = self.roster.row_of.get(request_id)
+        row = self.states.row_of.get(request_id)
         if row is not None and not self.rows.finished[row]:
             self._finish_row(row, reason, error=error)
-            self.roster.release()
+            self.states.release()
 
     def release_parked(self) -> None:
         """The requests that came while `admission_closed` wait to start from now on."""
@@ -153,120 +132,80 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """End every request, as `finish` does."""
-        for request_id in [*self._waiting, *self._parked, *self.roster.row_of]:
+        for request_id in [*self._waiting, *self._parked, *self.states.row_of]:
             self.finish(request_id, FinishReason.ABORT)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a step in flight is committed, or while the
-        latest one is held for its masks."""
-        if self._held is not None:
+        latest one awaits its masks."""
+        if self._masks.awaited:
             return None
-        if self._steady is not None and (plan := self._next_steady(self._steady)) is not None:
-            return plan
-        if self._repeated is not None and self._drafting is not None:
-            self._repeated = self._drafting.repeat(self._repeated, self._step)
-            if self._repeated is not None:
-                self._count_step(self._repeated)
-                return self._repeated
+        if self._steady is not None:
+            if (plan := self._steady.next_plan()) is not None:
+                return self._launched(plan)
+            self._end_steady()
         if not self.has_requests:
             return None
-        roster = self.roster
+        states = self.states
         if self.blocks.windowed:
-            self.blocks.leave_behind(roster.running)
-        builder = StepBuilder(self._budget, self._max_updates, self.layout.max_num_seqs - len(roster.running))
+            self.blocks.free_passed(states.running)
+        builder = StepBuilder(self._budget, self._max_updates, self.layout.max_num_seqs - len(states.running))
         preempted_before = self.stats.preemptions
-        self._plan_decodes(builder)
-        self._prefill.go_on(builder)
+        self._schedule_decodes(builder)
+        self._prefill.schedule_running(builder)
         if self.stats.preemptions == preempted_before:
-            self._prefill.admit(builder)
-        plan = self._finish_plan(builder) if builder.rows else None
-        if plan is None or roster.preempted or builder.full or plan.num_seqs != len(roster.running):
-            return plan
-        if plan.draws_only:
-            self._steady = Steady(plan, self.rows, self._block_size)
-            if self._drafting is not None:
-                self._steady.left = min(self._steady.left, self._drafting.steps_until_resumed(plan.rows))
-        elif self._drafting is not None and self._drafting.goes_on(plan):
-            self._repeated = plan
+            self._prefill.schedule_waiting(builder)
+        plan = states.launch(builder, self._step)
+        if plan is None:
+            return None
+        if not (states.preempted or builder.full) and plan.num_seqs == len(states.running):
+            self._steady = self._go_steady(plan)
+        return self._launched(plan)
+
+    def _launched(self, plan: StepPlan) -> StepPlan:
+        self._step += 1
+        self._masks.launch(plan)
+        self.stats.steps += 1
+        self.stats.tokens_computed += plan.num_tokens
+        self.stats.reads.count(plan, self.layout.windows)
         return plan
 
-    def _next_steady(self, steady: Steady) -> StepPlan | None:
-        """The next step of an unchanged batch, or None when the general path must look."""
-        updates = NO_UPDATES
-        if steady.left > 0 and steady.room <= 0:
-            steady.flush()
-            needy = steady.needy()
-            appended = self.blocks.append(needy)
-            if appended is not None:
-                updates = appended
-                steady.grown()
-        if steady.left <= 0 or steady.room <= 0:
-            self._end_steady()
-            return None
-        plan = steady.next_plan(self._step, updates)
-        self._count_step(plan, goes_on=True)
-        return plan
+    def _go_steady(self, plan: StepPlan) -> Steady | None:
+        """How the plan goes on while nothing joins or leaves."""
+        drafts = self.states.drafts
+        if plan.draws_only:
+            return SteadyDecode(plan, self.blocks, drafts.steps_until_drafts(plan.rows))
+        return drafts.steady(plan)
 
     def _end_steady(self) -> None:
-        self._repeated = None
         if self._steady is not None:
             self._steady.flush()
             self._steady = None
 
-    def _count_step(self, plan: StepPlan, *, goes_on: bool = False) -> None:
-        self._step += 1
-        self._held = None if plan.constrained is None else plan
-        self.stats.steps += 1
-        self.stats.tokens_computed += plan.num_tokens
-        volume = self.stats.volume
-        (volume.go_on if goes_on else volume.add)(plan, self.layout.windows)
-
-    def _plan_decodes(self, builder: StepBuilder) -> None:
-        r, running = self.rows, self.roster.running
+    def _schedule_decodes(self, builder: StepBuilder) -> None:
+        """One token, or one and drafts, of each running row that has no more to compute."""
+        r, states = self.rows, self.states
+        running, before = states.running, self.stats.preemptions
         ready = running[(r.total[running] - r.computed[running] == 1) & (r.total[running] < r.limit[running])]
-        lens, ends = np.ones(len(ready), np.int32), r.computed[ready] + 1
-        if self._drafting is not None:
-            drafts = self._drafting.choose(ready, builder.budget, prompts=self._prefill.wanted)
-            lens += drafts * np.int32(self._drafting.num_drafts)
-            ends = self._drafting.ends(ready, lens)
-            builder.drafting = ready[drafts]
-        missing = ends - r.num_blocks[ready] * self._block_size
-        needy, before = missing > 0, self.stats.preemptions
-        appended = None
-        if needy.any() and int(missing.max()) <= self._block_size:  # one block each, as a rule
-            appended = self.blocks.append(ready[needy])
-        if appended is not None:
-            builder.update(appended)
-        else:
-            for row, length in zip(ready[needy].tolist(), (ends - r.computed[ready])[needy].tolist(), strict=True):
-                if row not in self.roster.preempted:
-                    self.roster.grow(row, length, builder)
+        lens, ends = states.drafts.choose(ready, builder, prompts=self._prefill.wanted)
+        states.grow_each(ready, ends, builder)
         if self.stats.preemptions > before:
-            kept = np.isin(ready, self.roster.running)
+            kept = np.isin(ready, states.running)
             ready, lens = ready[kept], lens[kept]
         if len(ready):
-            builder.rows.append(ready)
-            builder.lens.append(lens)
-            builder.budget -= int(lens.sum())
+            builder.extend(ready, lens)
 
-    def _finish_plan(self, builder: StepBuilder) -> StepPlan | None:
-        plan = builder.build(self._step, self.rows, self._drafting, self._last_rows)
-        if plan is not None:
-            self._last_rows = plan.rows
-            self._count_step(plan)
-        return plan
-
-    # ---- grammars -------------------------------------------------------------------------------------------------
+    # ---- between forward and sampling -----------------------------------------------------------------------------
 
     @property
     def awaits_masks(self) -> bool:
         """The latest step waits for `fill_masks`, which needs the tokens of all steps before it."""
-        return self._held is not None
+        return self._masks.awaited
 
     def fill_masks(self, masks: I32) -> I32:
-        """What the grammars of the held step allow, as bits, one after the other in ``masks [n, layout.mask_words]``.
+        """What the grammars of the latest step allow, as bits, one after the other in ``masks [n, layout.mask_words]``.
 
         All older steps must be committed: then the host knows every token before those that the step will draw. A
         request ends here when its grammar has no next token.
@@ -274,19 +213,7 @@ class Scheduler:
         Returns:
             The rows ``[n]`` that the masks belong to.
         """
-        plan, self._held = self._held, None
-        assert plan is not None
-        assert plan.constrained is not None
-        r = self.rows
-        at = np.flatnonzero(plan.constrained & ~r.finished[plan.rows])
-        rows, ends = plan.rows[at], (plan.starts + plan.query_lens)[at]
-        requests = [request for row in rows.tolist() if (request := r.requests[row]) is not None]
-        outputs = [r.tokens[row, r.prompt_len[row] : end] for row, end in zip(rows, ends, strict=True)]
-        found = fill_masks([request.grammar for request in requests], outputs, masks[: len(rows)])
-        for request, end in zip(requests, found, strict=True):
-            if end is not None:
-                self.finish(request.id, end.reason, end.error)
-        return rows
+        return self._masks.fill(masks)
 
     # ---- results --------------------------------------------------------------------------------------------------
 
@@ -294,110 +221,100 @@ class Scheduler:
         """Take the tokens ``[S]`` of the oldest step. -1 marks a row whose logits were not finite.
 
         ``records [S, Record.COUNT]`` are there if the plan's features name log-probabilities. Of a step with drafts,
-        ``tokens [S, width + 2]`` and ``records [S, width, Record.COUNT]``, see `Drafting.commit`.
+        ``tokens [S, query_width + 2]`` and ``records [S, query_width, Record.COUNT]``, see `Drafting.commit`.
         """
-        r, steady = self.rows, self._steady
-        if steady is not None and steady.owns(plan) and steady.commit(plan, tokens):
+        states, steady = self.states, self._steady
+        if steady is not None and steady.commit(plan, tokens, records, self._message):
             self.stats.generated_tokens += len(tokens)
-            if steady.any_streaming:
-                of = records[steady.streaming] if records is not None else None
-                self._outbox.stream(steady.stream_ids, tokens[steady.streaming], of)
             return
-        repeated = self._repeated
-        self._end_steady()
-        r.in_flight[plan.rows] -= 1
-        if plan.scores is not None and records is not None:
-            live = plan.scores & ~r.finished[plan.rows]
-            first = records[live] if plan.width == 1 else records[live, 0]
-            self._outbox.prompts = PromptRecords(r.ids[plan.rows[live]], plan.starts[live] + 1, first)
-        if plan.width > 1:
-            self._repeated = repeated  # goes on, unless some row ends or stops to draft
-            self._commit_drafts(plan, tokens, records)
-            return
-        drew = plan.samples & ~r.finished[plan.rows]
+        if steady is not None and not steady.outlasts(plan):
+            self._end_steady()
+        self.rows.in_flight[plan.rows] -= 1
+        if (prompts := states.scores.commit(plan, records)) is not None:
+            self._message.prompts = prompts
+        if plan.query_width == 1:
+            drawn = self._take(plan, tokens, records)
+        else:
+            drawn = states.drafts.commit(plan, tokens, records, states.preempted)
+        self.stats.generated_tokens += len(drawn.tokens)
+        self.stats.overrun_tokens += drawn.overrun
+        self._message.publish(drawn)
+        self._finish_ended(drawn)
+
+    def _take(self, plan: StepPlan, tokens: I32, records: I32 | None) -> Drawn:
+        """The tokens of a step in which each sequence draws one at most."""
+        r = self.rows
+        drew = plan.draws & ~r.finished[plan.rows]
         rows, drawn = plan.rows[drew], tokens[drew]
-        self.stats.overrun_tokens += int(plan.samples.sum()) - len(rows)
         good = drawn >= 0
         at = (plan.starts + plan.query_lens)[drew]
         r.tokens[rows, at] = drawn
         r.known[rows] = at + good
         r.first_token_time[rows[at == r.prompt_len[rows]]] = time.monotonic()
-        stop = (drawn[:, None] == r.stop_ids[rows]).any(axis=1) & good
-        self.stats.generated_tokens += int(good.sum())
-        self._outbox.tell(rows[good], drawn[good], records[drew][good] if records is not None else None)
-        self._finish_ended(rows, drawn, ~good, stop)
+        stopped = (drawn[:, None] == r.stop_ids[rows]).any(axis=1) & good
+        of = None if records is None else records[drew][good]
+        overrun = int(plan.draws.sum()) - len(rows)
+        return Drawn(rows, drawn, ~good, stopped, rows[good], drawn[good], of, overrun)
 
-    def _commit_drafts(self, plan: StepPlan, tokens: I32, records: I32 | None) -> None:
-        """The end of `commit` for a step with drafts: up to ``width`` tokens of a row."""
-        assert self._drafting is not None
-        stopped = self._drafting.stats.stopped
-        done = self._drafting.commit(plan, tokens, self.roster.preempted)
-        if stopped != self._drafting.stats.stopped:
-            self._repeated = None
-        rows, counts = done.rows, done.counts
-        self.stats.generated_tokens += int(counts.sum())
-        self.stats.overrun_tokens += int(tokens[plan.samples, plan.width].sum() - counts.sum() - done.bad.sum())
-        taken = np.arange(plan.width, dtype=np.int32) < counts[:, None]
-        of = None if records is None else records[done.sequences][taken]
-        self._outbox.tell(np.repeat(rows, counts), done.tokens[taken], of)
-        self._finish_ended(rows, done.last, done.bad, done.stopped)
-
-    def _finish_ended(self, rows: I32, last: I32, bad: Bools, stopped: Bools) -> None:
-        """End those of ``rows`` that could choose no token (``bad``), whose ``last`` one is a stop token, or that are
-        at their limit; and take rows back."""
+    def _finish_ended(self, drawn: Drawn) -> None:
+        """End the rows that could choose no token, whose last one is a stop token, or that are at their limit; and
+        take rows back."""
         r = self.rows
-        for i in np.flatnonzero(bad | stopped | (r.known[rows] == r.limit[rows])).tolist():
-            row = int(rows[i])
-            if bad[i]:
+        ended = drawn.bad | drawn.stopped | (r.known[drawn.rows] == r.limit[drawn.rows])
+        for i in np.flatnonzero(ended).tolist():
+            row = int(drawn.rows[i])
+            if drawn.bad[i]:
                 self._finish_row(row, FinishReason.ERROR, error=NO_TOKEN)
                 self.stats.corrupted += 1
-            elif stopped[i]:
-                self._finish_row(row, FinishReason.STOP, stop_token=int(last[i]))
+            elif drawn.stopped[i]:
+                self._finish_row(row, FinishReason.STOP, stop_token=int(drawn.last[i]))
             else:
                 self._finish_row(row, FinishReason.LENGTH)
-        self.roster.release()
-
-    def message(self) -> StepMessage | None:
-        """What happened since the last call, or None when nothing is to be told."""
-        return self._outbox.message(self.versions.now)
+        self.states.release()
 
     def _finish_row(
         self, row: int, reason: FinishReason, *, stop_token: int | None = None, error: str | None = None
     ) -> None:
+        self._end_steady()
         r = self.rows
-        self.roster.finish(row, failed=reason is FinishReason.ERROR)
+        self.states.finish(row, failed=reason is FinishReason.ERROR)
         new = r.tokens[row, r.prompt_len[row] : r.known[row]].copy()
         first = float(r.first_token_time[row]) if len(new) else None
         preemptions, versions = int(r.preemptions[row]), self.versions.of(row)
         ended = Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first, versions)
-        self._outbox.finished.append(ended)
+        self._message.finished.append(ended)
         self.stats.requests_finished += 1
-        self._repeated = None
+
+    def message(self) -> StepMessage | None:
+        """What happened since the last call, or None when nothing is to be told."""
+        return self._message.take(self.versions.now)
 
     # ---- looking in, and what changes between steps ---------------------------------------------------------------
 
     def snapshot(self) -> SchedulerStats:
         """The counters, with the gauges of now."""
         stats = self.stats
-        stats.running = len(self.roster.running)
+        stats.running = len(self.states.running)
         stats.deferred = len(self._parked)
-        stats.waiting = len(self._waiting) + stats.deferred + len(self.roster.preempted)
+        stats.waiting = len(self._waiting) + stats.deferred + len(self.states.preempted)
         stats.used_by_group = tuple((p.capacity - p.available, p.capacity) for p in self.blocks.pools)
         stats.blocks_used, stats.blocks_total = map(sum, zip(*stats.used_by_group, strict=True))
         return stats
 
-    def lora_users(self, lora_id: int) -> int:
-        """Requests that run with this adapter, or wait to: none of their later steps may find other weights there."""
-        started = [r for row, r in enumerate(self.rows.requests) if r is not None and not self.rows.finished[row]]
-        others = (*self._waiting.values(), *self._parked.values())
-        return sum(r.lora is not None and r.lora.id == lora_id for r in (*started, *others))
+    def open_requests(self) -> Iterator[Request]:
+        """Those that have not ended: running, preempted, waiting."""
+        for row, request in enumerate(self.rows.requests):
+            if request is not None and not self.rows.finished[row]:
+                yield request
+        yield from self._waiting.values()
+        yield from self._parked.values()
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. Running rows keep their blocks, and nothing of them is published any more: what they
         have computed so far is of before, and what follows is built on it."""
         self._end_steady()
         self.blocks.unpublish_all()
-        self.rows.blocks_hashed[self.roster.running] = NEVER  # no more; a preemption starts anew
+        self.rows.blocks_hashed[self.states.running] = NEVER  # no more; a preemption starts anew
 
     def new_weights(self, *, recompute: bool) -> int:
         """The weights have changed: forget every prefix and count the version, which is returned. Only while no step
@@ -408,7 +325,7 @@ class Scheduler:
                 Otherwise they go on from what the old ones computed.
         """
         self.reset_prefix_cache()
-        live = [row for row in self.roster.row_of.values() if not self.rows.finished[row]]
+        live = [row for row in self.states.row_of.values() if not self.rows.finished[row]]
         self.versions.advance(live, recompute=recompute)
         if recompute:
             self.preempt_all()
@@ -418,9 +335,9 @@ class Scheduler:
         """Take the blocks of every running row. Only while no step is in flight."""
         self._end_steady()
         builder = StepBuilder(0, 0)
-        for row in self.roster.running[::-1].tolist():
-            self.roster.preempt(row, builder)
-        self._prefill.look_again()
+        for row in self.states.running[::-1].tolist():
+            self.states.preempt(row, builder)
+        self._prefill.retry()
 
     def check(self) -> None:
         """Integrity of blocks and rows; for tests and debug runs.
@@ -430,14 +347,4 @@ class Scheduler:
         """
         if self._steady is not None:
             self._steady.flush()
-        r = self.rows
-        used = self.roster.check()
-        self.blocks.check(used)
-        if self._drafting is not None:
-            self._drafting.check()
-        for row in used:
-            if not r.computed[row] <= r.total[row] <= r.limit[row] or r.known[row] > r.total[row]:
-                raise RuntimeError(
-                    f"row {row}: counts out of order: computed {r.computed[row]}, known {r.known[row]}, "
-                    f"total {r.total[row]}, limit {r.limit[row]}"
-                )
+        self.states.check()

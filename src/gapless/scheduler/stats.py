@@ -4,8 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gapless.scheduler.drafting import DraftStats
-from gapless.scheduler.read_counters import Volume
+from gapless.scheduler.read_counters import ReadCounters
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Counters since the start.
+
+    Attributes:
+        steps: row-steps with drafts that were committed: a step with drafts of three rows counts three times.
+        proposed, accepted: drafts, at each of the K places after a row's last token.
+        stopped: times that a row stopped to draft because too few were accepted.
+    """
+
+    steps: int = 0
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    stopped: int = 0
+
+    @property
+    def per_step(self) -> float:
+        """Drafts that a row's step had accepted, in the mean; one more is the mean of its tokens."""
+        return sum(self.accepted) / self.steps if self.steps else 0.0
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "no step had drafts"
+        places = " ".join(f"{a / p:.0%}" if p else "-" for a, p in zip(self.accepted, self.proposed, strict=True))
+        return (
+            f"{self.per_step:.2f} of {sum(self.proposed) / self.steps:.2f} accepted in each of {self.steps} steps; "
+            f"by place {places}"
+        )
 
 
 @dataclass(slots=True)
@@ -25,7 +54,7 @@ class SchedulerStats:
     preemptions: int = 0
     requests_finished: int = 0
     corrupted: int = 0  # of them: those that ended because no token could be chosen, by NaN or by their own masks
-    volume: Volume = field(default_factory=Volume)
+    reads: ReadCounters = field(default_factory=ReadCounters)
     running: int = 0
     waiting: int = 0
     deferred: int = 0  # of them: those that came after a pause was asked for that lets others finish

@@ -77,12 +77,12 @@ class ModelSizes(msgspec.Struct, array_like=True):
 
     def estimate(self, done: SchedulerStats) -> Estimates:
         """Of all steps that were counted."""
-        volume = done.volume
-        keys = sum(n * size for n, size in zip(volume.keys, self.key_bytes, strict=False))
-        pairs = sum(n * cost for n, cost in zip(volume.pairs, self.pair_flops, strict=False))
-        states = volume.sequences * self.state_bytes
+        reads = done.reads
+        keys = sum(n * size for n, size in zip(reads.keys, self.key_bytes, strict=False))
+        pairs = sum(n * cost for n, cost in zip(reads.pairs, self.pair_flops, strict=False))
+        states = reads.sequences * self.state_bytes
         return Estimates(
-            flops=done.tokens_computed * self.token_flops + volume.sequences * self.head_flops + pairs,
+            flops=done.tokens_computed * self.token_flops + reads.sequences * self.head_flops + pairs,
             read=done.steps * self.weight_bytes + keys + states,
             written=done.tokens_computed * sum(self.key_bytes) + states,
         )

@@ -18,12 +18,9 @@ import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.batch.arena import Arena
-from gapless.batch.plan import Feature
 from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature
 from gapless.device.base import Device
-
-DRAWS, SCORES, FOLLOWS, DRAFTS = 1, 2, 4, 8
-"""Bits of a sequence's flags in the slot; the first two are those of every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Sequences:
     """The sequences of a step as the slot brings them, and the rows' words.
 
     Attributes:
-        rows, starts, flags: int32 ``[S]``. ``starts`` is not to be trusted where `FOLLOWS` is set.
+        rows, starts, flags: int32 ``[S]``. ``starts`` is not to be trusted where they say `SeqFlag.DEVICE_START`.
         query_start_loc: int32 ``[S + 1]``.
         arena, layout: the words of all rows, and where they lie.
     """
@@ -84,8 +81,8 @@ class Proposer(Protocol):
     state: tuple[torch.Tensor, ...]
 
     def propose(self, sequences: Sequences, features: Feature) -> None:
-        """For each sequence whose flags say `DRAFTS`: write up to K drafts into the token table from the row's length
-        on, and how many into `Word.NUM_DRAFTS`. Any token of the vocabulary is a legal draft.
+        """For each sequence whose flags say `SeqFlag.DRAFTS`: write up to K drafts into the token table from the row's
+        length on, and how many into `Word.NUM_DRAFTS`. Any token of the vocabulary is a legal draft.
 
         Runs before the step's own forward, when the changes of the step are in the arena already.
         """
@@ -158,6 +155,6 @@ class Speculation:
     make_proposer: MakeProposer
 
     @property
-    def width(self) -> int:
+    def query_width(self) -> int:
         """W, most tokens that a sequence draws in one step."""
         return self.num_drafts + 1

@@ -28,13 +28,14 @@ import torch
 
 from gapless.attention.context import AttentionContext
 from gapless.attention.kv_format import kv_scales
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import RowLayout, Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_layout import RowLayout
+from gapless.batch.row_params import Feature, Word
 from gapless.cache.groups import group_of
 from gapless.cache.spec import StateSpec
 from gapless.device.base import Device
 from gapless.model.base import CausalModel
-from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
+from gapless.speculative.base import Sequences
 
 SampleAndStore = Callable[..., None]
 """See `gapless.sampling.reference.sample_and_store`."""
@@ -90,11 +91,11 @@ class DraftModelProposer:
         """See `gapless.speculative.base.Proposer`. Sequences without drafts compute something on the null row."""
         layout, flags, seqs = sequences.layout, sequences.flags, len(sequences.rows)
         params = sequences.arena.params
-        drafting = (flags & DRAFTS) != 0
+        drafting = (flags & SeqFlag.DRAFTS) != 0
         row = torch.where(drafting, sequences.rows, layout.null_row)
         index = row.long()
-        follows = (flags & FOLLOWS) != 0
-        length = torch.where(follows, params[index, Word.LENGTH], sequences.starts + 1)
+        device_start = (flags & SeqFlag.DEVICE_START) != 0
+        length = torch.where(device_start, params[index, Word.LENGTH], sequences.starts + 1)
         length = torch.where(drafting, length, 2)
         limit = torch.where(drafting, params[index, Word.LIMIT], 0)
         for i in range(self._num_drafts):

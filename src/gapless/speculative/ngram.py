@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import Word
-from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_params import Feature, Word
+from gapless.speculative.base import Sequences
 
 
 def lookup(tokens: torch.Tensor, num_drafts: int, min_ngram: int, max_ngram: int) -> torch.Tensor:
@@ -53,8 +53,8 @@ class NgramProposer:
         columns = (sequences.rows, sequences.starts, sequences.flags)
         listed = zip(*(column.tolist() for column in columns), strict=True)  # sync-ok: on a CPU only
         for row, start, flags in listed:
-            if flags & DRAFTS:
-                length = int(params[row, Word.LENGTH]) if flags & FOLLOWS else start + 1
+            if flags & SeqFlag.DRAFTS:
+                length = int(params[row, Word.LENGTH]) if flags & SeqFlag.DEVICE_START else start + 1
                 drafts = lookup(table[row, :length], self._num_drafts, self._min, self._max)
                 drafts = drafts[: sequences.layout.max_model_len - length]
                 table[row, length : length + len(drafts)] = drafts

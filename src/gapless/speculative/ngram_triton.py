@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 
 from gapless.attention.context import AttentionContext
-from gapless.batch.plan import Feature
-from gapless.batch.row_layout import Word
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_params import Feature, Word
 from gapless.device.base import Device
-from gapless.speculative.base import DRAFTS, FOLLOWS, Sequences
+from gapless.speculative.base import Sequences
 from gapless.speculative_config import MAX_NGRAM
 
 _COUNT, _LENGTH = tl.constexpr(int(Word.COUNT)), tl.constexpr(int(Word.LENGTH))
 _NUM_DRAFTS = tl.constexpr(int(Word.NUM_DRAFTS))
-_FOLLOWS, _DRAFTS = tl.constexpr(FOLLOWS), tl.constexpr(DRAFTS)
+_DEVICE_START, _DRAFTS = tl.constexpr(int(SeqFlag.DEVICE_START)), tl.constexpr(int(SeqFlag.DRAFTS))
 _PLACES = tl.constexpr(1 << 27)  # more than a row has; MAX_NGRAM times that fits a word
 _MAX_PROGRAMS = 32  # that search one row
 _BLOCK = 1024
@@ -34,7 +34,7 @@ assert MAX_NGRAM * _PLACES.value < 2**31
 @triton.jit
 def _row_length(params_ptr, row, flags, start):
     length = start + 1
-    if (flags & _FOLLOWS) != 0:
+    if (flags & _DEVICE_START) != 0:
         length = tl.load(params_ptr + row * _COUNT + _LENGTH)
     return length
 

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import torch
 
-from gapless.batch.row_layout import Word
-from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_params import Word
+from gapless.speculative.base import DraftIndices, Sequences
 
 
 def place(sequences: Sequences, starts: torch.Tensor) -> None:
     """``starts [S]``: one before the row's length where the flags say so, else what the slot brought."""
     lengths = sequences.arena.params[sequences.rows.long(), Word.LENGTH]
-    starts.copy_(torch.where((sequences.flags & FOLLOWS) != 0, lengths - 1, sequences.starts))
+    starts.copy_(torch.where((sequences.flags & SeqFlag.DEVICE_START) != 0, lengths - 1, sequences.starts))
 
 
 def expand(sequences: Sequences, positions: torch.Tensor, out: DraftIndices) -> None:
@@ -42,12 +43,12 @@ def expand(sequences: Sequences, positions: torch.Tensor, out: DraftIndices) -> 
     rows, flags, starts = sequences.rows[:, None], sequences.flags[:, None], out.starts[:, None]
     lens = end - first
     j = torch.arange(out.width, device=rows.device, dtype=torch.int32)[None]
-    drafts = (flags & DRAFTS) != 0
+    drafts = (flags & SeqFlag.DRAFTS) != 0
     limit = sequences.arena.params[sequences.rows.long(), Word.LIMIT][:, None]
     exists = torch.where(drafts, j < lens, (j == 0) & (lens > 0))
     at = torch.where(drafts, starts, starts + lens - 1) + j
     token = torch.where(drafts, first, end - 1) + j
-    kept = torch.where(at + 1 < limit, flags & DRAWS, 0) | torch.where(j == 0, flags & SCORES, 0)
+    kept = torch.where(at + 1 < limit, flags & SeqFlag.DRAWS, 0) | torch.where(j == 0, flags & SeqFlag.SCORES, 0)
     place = token if out.by_token else torch.arange(len(sequences.rows))[:, None] * out.width + j
     place = place[exists].long()  # sync-ok: the reference runs on a CPU only
     out.rows.fill_(sequences.layout.null_row)
@@ -80,7 +81,7 @@ def accept(
         proposed: int32 ``[S]``, written: how many drafts could have been accepted.
     """
     first, end = sequences.query_start_loc[:-1], sequences.query_start_loc[1:]
-    lens, drafts = end - first, (sequences.flags & DRAFTS) != 0
+    lens, drafts = end - first, (sequences.flags & SeqFlag.DRAFTS) != 0
     width = indices.width
     params = sequences.arena.params
     index = sequences.rows.long()
@@ -94,7 +95,7 @@ def accept(
     drawn = tokens[(begin[:, None] + j).clamp_max(len(tokens) - 1)]
     right = (drawn == drafted) & (j < count[:, None])
     accepted = right.int().cumprod(1).sum(1)
-    drew = (sequences.flags & DRAWS) != 0
+    drew = (sequences.flags & SeqFlag.DRAWS) != 0
     emitted = torch.where(drew, torch.minimum(accepted + 1, room).clamp_min(0), 0)
     counts.copy_(emitted)
     proposed.copy_(torch.where(drew, count, 0))

@@ -11,13 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.batch.row_layout import Word
-from gapless.speculative.base import DRAFTS, DRAWS, FOLLOWS, SCORES, DraftIndices, Sequences
+from gapless.batch.plan import SeqFlag
+from gapless.batch.row_params import Word
+from gapless.speculative.base import DraftIndices, Sequences
 
 _COUNT, _LIMIT = tl.constexpr(int(Word.COUNT)), tl.constexpr(int(Word.LIMIT))
 _LENGTH, _NUM_DRAFTS = tl.constexpr(int(Word.LENGTH)), tl.constexpr(int(Word.NUM_DRAFTS))
-_DRAWS, _SCORES = tl.constexpr(DRAWS), tl.constexpr(SCORES)
-_FOLLOWS, _DRAFTS = tl.constexpr(FOLLOWS), tl.constexpr(DRAFTS)
+_DRAWS, _SCORES = tl.constexpr(int(SeqFlag.DRAWS)), tl.constexpr(int(SeqFlag.SCORES))
+_DEVICE_START, _DRAFTS = tl.constexpr(int(SeqFlag.DEVICE_START)), tl.constexpr(int(SeqFlag.DRAFTS))
 _BLOCK = 32
 
 
@@ -25,11 +26,11 @@ _BLOCK = 32
 def _place_kernel(params_ptr, rows_ptr, starts_ptr, flags_ptr, out_ptr, S, BLOCK: tl.constexpr):
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = s < S
-    follows = (tl.load(flags_ptr + s, mask=inside, other=0) & _FOLLOWS) != 0
+    device_start = (tl.load(flags_ptr + s, mask=inside, other=0) & _DEVICE_START) != 0
     row = tl.load(rows_ptr + s, mask=inside, other=0).to(tl.int64)
-    length = tl.load(params_ptr + row * _COUNT + _LENGTH, mask=inside & follows, other=0)
+    length = tl.load(params_ptr + row * _COUNT + _LENGTH, mask=inside & device_start, other=0)
     start = tl.load(starts_ptr + s, mask=inside, other=0)
-    tl.store(out_ptr + s, tl.where(follows, length - 1, start), mask=inside)
+    tl.store(out_ptr + s, tl.where(device_start, length - 1, start), mask=inside)
 
 
 @triton.jit(do_not_specialize=["S", "L", "null_row"])
