@@ -98,7 +98,7 @@ def _one(where: str, function: str, old: str, new: str) -> tuple[Edit, ...]:
 
 
 DEPTH_LOOP = "range(depth)])"
-D2H_COPY = 'device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), drafts_of), "d2h")'
+D2H_COPY = 'device.copy_d2h(*slot.used_out(step.num_logits, bool(plan.features & Feature.LOGPROBS), counts), "d2h")'
 H2D_RECORD, D2H_RECORD = "slot.h2d_done.record(device.h2d)", "slot.d2h_done.record(device.d2h)"
 SHARE = "    for s in self._ring.slots:\n        s.{0} = self._ring.slots[0].{0}\n    self.state = "
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -17,6 +19,7 @@ from gapless.errors import RequestError
 from gapless.request.outputs import FinishReason
 from gapless.scheduler.scheduler import Scheduler
 from gapless.scheduler.step_builder import StepBuilder
+from gapless.speculative_config import SpeculativeConfig
 from proof.harness import Job, make_request, run_jobs
 from proof.hash_model import HashModel
 
@@ -225,3 +228,24 @@ def test_each_kind_of_step_is_one_copy_in_and_one_out() -> None:
         for p in outcome.plans
     }
     assert kinds == {"decode", "prefill", "mixed"}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_plan_that_repeats_is_the_last_one_moved_on(depth: int, drafts: int) -> None:
+    """Whoever has the last plan makes this one of its updates, and of the ids if the host knows them."""
+    model, rng = HashModel(), random.Random(7 * depth + drafts)
+    jobs = [Job(make_request(i, [2 + i, 3] * rng.randint(1, 9), rng.randint(20, 60)), i) for i in range(5)]
+    config = SpeculativeConfig(num_speculative_tokens=drafts, min_accepted=0) if drafts else None
+    outcome = run_jobs(jobs, model, depth=depth, speculative=config)
+    repeated = 0
+    for last, plan in itertools.pairwise(outcome.plans):
+        assert plan.carried == bool(plan.carry.all())
+        if not plan.repeats:
+            continue
+        repeated += 1
+        made = last.moved_on(plan.updates, None if plan.carried else plan.input_ids)
+        for field in dataclasses.fields(StepPlan):
+            assert np.array_equal(getattr(made, field.name), getattr(plan, field.name)), field.name
+    if depth > 1 or not drafts:  # at depth 1 the host knows where every sequence starts
+        assert repeated > 10
