@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from gapless.attention import triton as attention
 from gapless.attention.context import AttentionContext, AttentionParams
+from gapless.bench.products import Trial, measure
 from gapless.device.dependent_launch import EARLY, LATE, OFF
 from gapless.model.ops import reference as ops_reference
 from gapless.model.ops import triton as ops_triton
@@ -38,9 +39,9 @@ from gapless.model.parts.experts import Gate
 from gapless.model.parts.feed_forward import FeedForward
 from gapless.model.parts.norm import Norm
 from gapless.model.parts.rotary import Rotary
-from gapless.model.products.choice import Product, bucket, candidates, measure
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.few_tokens import glu, plain, residual
+from gapless.model.products.rule import Product, bucket, recipes
 from gapless.model.products.weight import Weight
 from gapless.model.run.few_tokens import FewTokens
 from gapless.model.run.model import DecoderModel
@@ -91,7 +92,7 @@ SHAPES = (
 
 
 def sweep(product: Product, head: bool) -> list[GemmConfig]:
-    """What is timed: the chooser's own candidates and some more."""
+    """What is timed: the rule's recipes and some more."""
     n = product.n // 2 if product.op == "glu" else product.n
     k, rows, is_glu = product.k, bucket(product.m), product.op == "glu"
 
@@ -100,7 +101,7 @@ def sweep(product: Product, head: bool) -> list[GemmConfig]:
         split = max(1, min(int(waves * 132 / tiles + 0.02), k // block_k, 12))
         return GemmConfig(True, tall, block_k, 1 if head else split, warps, stages, **more)
 
-    found = [c for c in candidates(product) if c is not None]
+    found = [recipe.config(product) for recipe in recipes(product).values()]
     if product.m == 1:
         base = 2 if is_glu else 4
         found += [
@@ -260,7 +261,7 @@ def products(shape: Shape, picks: Picks, seconds: float, compiled: set[Task]) ->
                         row["error"] = error(call(product, config, weights[0], LATE, inputs), want)
                         if row["error"] > 1.5 * usual + 2e-4:
                             raise ArithmeticError(f"error {row['error']:.2e}, cuBLAS {usual:.2e}")
-                    us = measure(product, config, weights, OFF if config is None else LATE)
+                    us = measure(Trial(product, config, DEVICE, LATE), weights)
                     row |= {"us": us, "tb_s": 2 * p.n * p.k / us / 1e6}
                     times[config] = us
                 except Exception as problem:
@@ -490,7 +491,7 @@ def accuracy(model: Model, picks: Picks) -> None:
 
 
 def table(picks: Picks) -> None:
-    print("TABLE of gemm_choice.py:")
+    print("TABLE of products/choice.py:")
     for shape, m, name in itertools.product(SHAPES, MS, NAMES):
         if (shape.name, m, name) in picks:
             p, c = shape.product(name, m), picks[shape.name, m, name]

@@ -33,10 +33,11 @@ from gapless.bench.environment import environment
 from gapless.bench.models import SHAPES
 from gapless.device.dependent_launch import LATE
 from gapless.model.ops import triton as ops_triton
-from gapless.model.products.choice import Product, default
+from gapless.model.products.choice import default
 from gapless.model.products.config import Workspace, workspace_size
 from gapless.model.products.few_tokens import plain
 from gapless.model.products.gated import Gated, gated
+from gapless.model.products.rule import Product
 
 CHECK = False  # add up the parts
 BYTES_PER_S, FLOP_PER_S = 4.36e12, 790e12

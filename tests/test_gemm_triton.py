@@ -6,10 +6,10 @@ dependent launch and real sizes only on a GPU.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +21,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from gapless.attention.context import AttentionContext
 from gapless.device.dependent_launch import EARLY, LATE, OFF
 from gapless.model.ops import reference as ops_reference
-from gapless.model.products.choice import Chooser, Product, bucket, candidates, default
+from gapless.model.products.choice import default
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.few_tokens import embed, glu, plain, residual
+from gapless.model.products.rule import Product, bucket, named, recipes
 from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()
@@ -148,43 +149,17 @@ def test_config_is_fitted_to_the_inputs() -> None:
     assert GemmConfig(True, 64, 128).fit(48).block_k == 64
 
 
-def test_every_shape_has_candidates() -> None:
+def test_every_shape_has_recipes() -> None:
     for op in ("plain", "residual", "glu"):
-        for m in (1, 2, 17, 64, 100, 256):
+        for m in (1, 2, 17, 64, 100, 256, 1000):
             for n, k in ((96, 64), (6144, 4096), (4096, 14336), (128256, 4096)):
-                found = candidates(Product(op, m, n, k))
-                assert found[-1] is None
-                assert default(Product(op, m, n, k)) == default(Product(op, bucket(m), n, k))
-                for config in found[:-1]:
-                    assert config is not None
-                    fitted = config.fit(k)
+                product = Product(op, m, n, k)
+                assert default(product) == default(replace(product, m=bucket(m)))
+                assert (name := named(product)) is None or name in recipes(product)
+                for recipe in recipes(product).values():
+                    fitted = recipe.config(product).fit(k)
                     assert fitted.split <= -(-k // fitted.block_k)
                     assert fitted.dot or m == 1
-
-
-def test_a_chooser_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gapless.model.products import choice as gemm_choice
-
-    product = Product("plain", 5, 64, 64)
-    best = candidates(product)[1]
-    asked: list[GemmConfig | None] = []
-
-    def measure(_: Product, config: GemmConfig | None, weights: object) -> float:
-        asked.append(config)
-        if config is None:
-            raise RuntimeError("a candidate that fails is passed over")
-        return 1.0 if config == best else 2.0
-
-    monkeypatch.setattr(gemm_choice, "measure", measure)
-    file, device = tmp_path / "choice.json", torch.device("cpu")
-    assert Chooser(device, 5.0, file).choose(product, []) == best
-    assert None in asked
-    asked.clear()
-    assert Chooser(device, 5.0, file).choose(replace(product, m=16), []) == best
-    assert asked == []
-    assert Chooser(device, 0.0).choose(product, []) == default(product)
-    file.write_text("[]")
-    assert Chooser(device, 0.0, file).choose(product, []) == default(product)
 
 
 @pytest.mark.gpu
@@ -193,12 +168,13 @@ def test_native_bf16(m: int) -> None:
     """Not further from exact arithmetic than the unfused operations, by more than a little."""
     chain = Chain(m, 1024, 3072, seed=random.randrange(2**31), dtype=torch.bfloat16)
     exact, unfused = chain.unfused(wide=True), chain.unfused()
-    # A gated product reads two tiles of weights, so that its tiles are others.
-    choices = zip(candidates(Product("plain", m, 3072, 1024)), candidates(Product("glu", m, 6144, 1024)), strict=True)
-    for config, for_glu in [(c, g) for c, g in choices if c is not None and g is not None]:
-        for i, got in enumerate(chain.fused(config, for_glu=for_glu)):
+    # A gated product reads two tiles of weights, so that its recipes are fewer.
+    products = Product("plain", m, 3072, 1024), Product("glu", m, 6144, 1024)
+    plains, gated = ({name: r.config(p) for name, r in recipes(p).items()} for p in products)
+    for name, for_glu in zip(plains, itertools.cycle(gated)):
+        for i, got in enumerate(chain.fused(plains[name], for_glu=gated[for_glu])):
             gap, usual = ((x.double() - exact[i]).norm() / exact[i].norm() for x in (got, unfused[i]))
-            assert gap < 1.3 * usual + 1e-4, (config, for_glu, i)
+            assert gap < 1.3 * usual + 1e-4, (name, for_glu, i)
 
 
 @pytest.mark.gpu

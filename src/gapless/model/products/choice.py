@@ -1,51 +1,23 @@
-# mypy: disable-error-code="no-untyped-call"
-"""Which kernel computes a product of a decode step: by table, by rule, or measured at start.
+"""Which kernel computes a product of a decode step: by table, else by rule. Nothing is measured at start.
 
-cuBLAS is a candidate too, as None: for a product with a norm or a residual add it stands for the product and the
+cuBLAS is a choice too, as None: for a product with a residual add or an activation it stands for the product and the
 separate kernel that then follows it.
-
-Measured means: a graph of the product over different layers' weights, which together exceed the second-level cache, so
-that what counts is reading them from memory, as in a step.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import statistics
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-import triton
 from torch.nn import functional
 
 from gapless.model.ops import triton as ops_triton
-from gapless.model.products.config import GemmConfig, Workspace, workspace_size
-from gapless.model.products.few_tokens import glu, plain, residual
+from gapless.model.products.config import GemmConfig
 from gapless.model.products.gated import Gated, gated
+from gapless.model.products.rule import Product, bucket, rule
 
-SMS = 132
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """``op`` of `gapless.model.products.fusion.OPS`, ``m`` tokens, ``n`` rows of weights, ``k`` inputs."""
-
-    op: str
-    m: int
-    n: int
-    k: int
-
-
-def bucket(m: int) -> int:
-    """Products of so many tokens share their kernel."""
-    return 1 if m == 1 else max(16, triton.next_power_of_2(m))
-
 
 # Found by benchmarks/gemm_kernels.py on an H200; (op, bucket, n, k). None is cuBLAS.
 TABLE: dict[tuple[str, int, int, int], GemmConfig | None] = {
@@ -122,97 +94,11 @@ here is left to cuBLAS and the SiLU kernel."""
 
 
 def default(product: Product) -> GemmConfig | None:
-    """The table's entry, or a guess by rule."""
+    """The table's entry, else the rule's."""
     key = (product.op, bucket(product.m), product.n, product.k)
     if key in TABLE:
         return TABLE[key]
-    return candidates(product)[0]
-
-
-def candidates(product: Product) -> list[GemmConfig | None]:
-    """A handful worth measuring, the likeliest first; cuBLAS last."""
-    n = product.n // 2 if product.op == "glu" else product.n
-    k = product.k
-    small = product.n * k * 2 < 16 * 2**20  # latency, not bandwidth
-    found: list[GemmConfig | None] = []
-    if product.m == 1:
-        wide = min(2048, triton.next_power_of_2(k))
-        tall = 2 if product.op == "glu" else 4
-        # The sums of squares are read by every program of the product that follows: fewer tiles there.
-        if product.op == "residual" and n >= 4096:
-            tall = 8
-        found += [
-            GemmConfig(False, tall, min(1024, wide), preload=True, prefetch=0),
-            GemmConfig(False, tall, wide, preload=True, prefetch=0),
-            GemmConfig(False, 2 * tall, min(1024, wide), preload=True, prefetch=0),
-            GemmConfig(True, 64, 128, _split(n, k, 64, 128, 2), stages=4, prefetch=256),
-        ]
-    else:
-        rows = bucket(product.m)
-        if rows > 128:
-            found += [GemmConfig(True, 128, 64, _split(n, k, 128, 64, 1), warps=8, stages=4, block_m=128)]
-        elif rows > 64:
-            tall = 64 if product.op == "glu" else 128
-            found += [GemmConfig(True, tall, 64, _split(n, k, tall, 64, 1), warps=8, stages=4, prefetch=256)]
-        else:
-            tall = 64 if small or product.op == "glu" else 128
-            # With 64 tokens the tiles of both halves of a gated product leave no room for a block ahead.
-            ahead = small and not (product.op == "glu" and rows > 32)
-            found += [
-                GemmConfig(True, tall, 64, _split(n, k, tall, 64, 2), stages=5, prefetch=256),
-                GemmConfig(True, tall, 128, _split(n, k, tall, 128, 1), stages=4, prefetch=512),
-                GemmConfig(True, 64, 128, _split(n, k, 64, 128, 2), stages=4, preload=ahead, prefetch=256),
-            ]
-    return [*found, None]
-
-
-def _split(n: int, k: int, block_n: int, block_k: int, waves: int) -> int:
-    """Parts of the inputs with which the programs fill ``waves`` of the multiprocessors, each with some work."""
-    tiles = -(-n // block_n)
-    return max(1, min(waves * SMS // tiles, k // (2 * block_k), 8))
-
-
-class Chooser:
-    """Picks a kernel for each product.
-
-    Args:
-        device: where to measure.
-        seconds: time for measuring in all, compiling included; afterwards, and if 0, `default` decides.
-        cache: a file that keeps what was measured.
-    """
-
-    def __init__(self, device: torch.device, seconds: float = 0.0, cache: Path | None = None) -> None:
-        self._device = device
-        self._left = seconds
-        self._file = cache
-        self._lock = threading.Lock()
-        self._known: dict[Product, GemmConfig | None] = {}
-        if cache is not None and cache.exists():
-            self._known = _load(cache, _name(device))
-
-    def choose(self, product: Product, weights: Sequence[torch.Tensor]) -> GemmConfig | None:
-        """``weights``: of all layers, alike in shape."""
-        product = Product(product.op, bucket(product.m), product.n, product.k)
-        with self._lock:
-            if product in self._known:
-                return self._known[product]
-            if self._left <= 0:
-                return default(product)
-            start = time.perf_counter()
-            times: dict[GemmConfig | None, float] = {}
-            for config in dict.fromkeys([default(product), *candidates(product), None]):
-                if times and time.perf_counter() - start > self._left:
-                    break
-                try:
-                    times[config] = measure(product, config, weights)
-                except Exception:  # a candidate that does not compile or fit here is none
-                    continue
-            self._left -= time.perf_counter() - start
-            best = min(times, key=times.__getitem__) if times else None
-            self._known[product] = best
-            if self._file is not None:
-                _save(self._file, _name(self._device), self._known)
-            return best
+    return rule(product)
 
 
 class GatedProducts:
@@ -262,90 +148,3 @@ def _differs(config: Gated, tokens: int, weight: torch.Tensor) -> str:
     gap = float((ours - theirs).abs().max())  # sync-ok: at load
     same = torch.allclose(ours, theirs, rtol=5e-2, atol=5e-2 * usual)
     return "" if same else f"the one differs by up to {gap:.1e}, where {usual:.1e} is usual"
-
-
-def runner(
-    product: Product, config: GemmConfig | None, weights: Sequence[torch.Tensor], pdl: int = 0
-) -> Callable[[], None]:
-    """A call that computes the product once with each of the weights, on random input; ``m`` may be any."""
-    m, n, k = product.m, product.n, product.k
-    device, dtype = weights[0].device, weights[0].dtype
-    inputs = [torch.randn(m, k, device=device).to(dtype) for _ in range(2)]
-    before = torch.randn(m, n, device=device).to(dtype) if product.op == "residual" else inputs[0]
-    norm = torch.ones(max(n, k), device=device, dtype=dtype)[: n if product.op == "residual" else k]
-    tiles = 512 if m == 1 else 32
-    squares = torch.full((m, tiles), k / tiles, device=device)
-    space = Workspace(device)
-    if config is not None:
-        space.reserve(*workspace_size(product.op, m, n, config.fit(k)))
-
-    def run() -> None:
-        for i, weight in enumerate(weights):
-            x = inputs[i % 2]
-            if config is None:
-                y = functional.linear(x, weight)
-                if product.op == "residual":
-                    ops_triton.add_rms_norm(y, before, norm, 1e-6)
-                elif product.op == "glu":
-                    ops_triton.act_mul(y)
-            elif product.op == "residual":
-                residual(x, weight, config, space, before, norm, pdl=pdl)
-            elif product.op == "glu":
-                glu(x, weight, config, space, squares=squares, eps=1e-6, pdl=pdl)
-            else:
-                plain(x, weight, config, space, squares=squares, eps=1e-6, pdl=pdl)
-
-    return run
-
-
-def measure(
-    product: Product, config: GemmConfig | None, weights: Sequence[torch.Tensor], pdl: int = 0, replays: int = 4
-) -> float:
-    """Microseconds of one product, the median of graph replays."""
-    run = runner(product, config, weights, pdl)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()  # sync-ok: at start, while kernels are measured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times: list[float] = []
-    for _ in range(replays + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[1:]) / len(weights) * 1e3
-
-
-def _name(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return f"{name}, torch {torch.__version__}, triton {triton.__version__}"
-
-
-def _load(path: Path, name: str) -> dict[Product, GemmConfig | None]:
-    """Entries of another device or another file format are not used."""
-    try:
-        stored = json.loads(path.read_text())
-        return {
-            Product(**entry["product"]): None if entry["config"] is None else GemmConfig(**entry["config"])
-            for entry in stored.get(name, [])
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _save(path: Path, name: str, known: dict[Product, GemmConfig | None]) -> None:
-    try:
-        stored = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError):
-        stored = {}
-    stored[name] = [
-        {"product": asdict(p), "config": None if c is None else asdict(c)} for p, c in known.items()
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(stored, indent=1))

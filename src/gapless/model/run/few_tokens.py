@@ -26,9 +26,10 @@ from gapless.model.parts.attention import Attention, heads_of
 from gapless.model.parts.decoder import Decoder, Embedding, Head
 from gapless.model.parts.feed_forward import FeedForward
 from gapless.model.parts.norm import Norm, Scaling
-from gapless.model.products.choice import Product, bucket, default
+from gapless.model.products.choice import default
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
 from gapless.model.products.few_tokens import embed, glu, plain, residual
+from gapless.model.products.rule import Product, bucket
 from gapless.model.products.stream import Stream
 from gapless.model.products.weight import Weight
 from gapless.model.run.early import early_attend, early_rope
