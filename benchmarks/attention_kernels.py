@@ -139,7 +139,7 @@ def call_us(q: torch.Tensor, context: AttentionContext, params: AttentionParams,
     def step() -> None:
         context.scratch.clear()
         for cache in context.kv_caches:
-            entry.attend_cached(q, cache, context, params, out, **options)
+            entry.attend_cached(q, cache, context, params, out=out, **options)
 
     return graph_ms(step) / len(context.kv_caches) * 1e3
 
@@ -205,7 +205,7 @@ def races() -> None:
     def step() -> None:
         context.scratch.clear()
         for cache, out in zip(context.kv_caches, outs, strict=True):
-            entry.attend_cached(q, cache, context, params, out, decode_config=config)
+            entry.attend_cached(q, cache, context, params, out=out, decode_config=config)
 
     step()
     torch.cuda.synchronize()

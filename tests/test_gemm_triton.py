@@ -119,6 +119,23 @@ def test_chain_equals_unfused(m: int, h: int, f: int, config: GemmConfig) -> Non
 
 
 @runs_kernels
+@pytest.mark.parametrize("h", [48, 96])
+@pytest.mark.parametrize("given", [1.0, 2.0])
+def test_embed_takes_rows_of_overrides_where_ids_are_negative(h: int, given: float) -> None:
+    generator = torch.Generator().manual_seed(h)
+    table, overrides, norm = (torch.randn(n, h, generator=generator).to(DEVICE) for n in (9, 5, 1))
+    overrides[3] = float("nan")  # nobody's
+    ids = torch.tensor([0, -1, 8, -5, -3], device=DEVICE)
+    made = embed(ids, table, norm[0], overrides=overrides, scale=3.0, given=given)
+    rows = given * overrides
+    expected = torch.stack([3 * table[0], rows[0], 3 * table[8], rows[4], rows[2]])
+    assert torch.equal(made.residual, expected)
+    torch.testing.assert_close(made.x, expected * norm)
+    assert made.squares is not None
+    torch.testing.assert_close(made.squares[:, 0], expected.square().sum(1))
+
+
+@runs_kernels
 def test_rounding_of_the_unfused_path() -> None:
     """In half precision nearly every element has the very same bits; a missing or added rounding would show."""
     chain = Chain(3, 32, 48, seed=random.randrange(2**31), dtype=torch.float16)

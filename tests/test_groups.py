@@ -239,7 +239,7 @@ def test_groups_agree_on_the_longest_boundary() -> None:
     assert (blocks.tables[1, row, :4] == NULL_BLOCK).all()
     assert full.num_published == full_before
     tokens = rows.tokens[row, 40:48]
-    assert all(pool.lookup(keys[5], tokens) is not None for pool in blocks.pools)  # published again
+    assert all(pool.lookup(keys[5], tokens.tobytes()) is not None for pool in blocks.pools)  # published again
     scheduler.commit(plan, answer(plan))
     run_all(scheduler)
 

@@ -18,7 +18,7 @@ import gapless
 from gapless import ConfigError, SamplingParams
 from gapless.attention import reference
 from gapless.attention.context import AttentionParams
-from gapless.attention.kv_format import LARGEST, decode, encode, put
+from gapless.attention.kv_format import LARGEST, decode, encode, put, scale_of
 from gapless.cache.spec import KVSpec, VectorSpec, format_key, kept_as
 from gapless.model.adapter import TransformersModel
 from models import tiny
@@ -58,7 +58,7 @@ def test_what_is_kept_is_the_nearest_number_of_the_format() -> None:
     scale = torch.tensor([0.125, 3.0])
     pairs = x.view(-1, 2, 1)
     scaled = decode(encode(pairs, FLOAT8, scale), torch.float64, scale).view(-1, 2)
-    expected = [[nearest(a / 0.125) * 0.125, nearest(float(torch.tensor(b) / 3.0)) * 3.0] for a, b in x.view(-1, 2)]
+    expected = [[nearest(float(a / 0.125)) * 0.125, nearest(float(b / 3.0)) * 3.0] for a, b in x.view(-1, 2)]
     assert scaled.tolist() == expected
 
 
@@ -126,7 +126,7 @@ def rounding_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Eager attention over keys and values that went through e4m3, with the module's ``kv_scales`` if it has any."""
-    scales = getattr(module, "kv_scales", torch.ones(2, key.shape[1]))[:, :, None, None]
+    scales = getattr(module, "kv_scales", torch.ones(2, key.shape[1], device=key.device))[:, :, None, None]
     key, value = ((x / s).clamp(-448, 448).to(FLOAT8).float() * s for x, s in zip((key, value), scales, strict=True))
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).mT * scaling + attention_mask
@@ -145,7 +145,8 @@ def oracle(model: Any, prompt: list[int], steps: int) -> list[int]:
     try:
         with torch.no_grad():
             for _ in range(steps):
-                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                given = torch.tensor([ids], device=model.device)
+                ids.append(int(model(input_ids=given, use_cache=False).logits[0, -1].argmax()))
     finally:
         model.set_attn_implementation(before)
     return ids[len(prompt) :]
@@ -271,13 +272,15 @@ def test_other_kinds_of_layers_beside_it_agree_at_all_depths(kind: str) -> None:
     assert all(m == made[0] for m in made)
 
 
-def test_half_the_bytes_are_twice_the_blocks() -> None:
+def test_half_the_bytes_are_twice_the_blocks_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gapless")
     sizes = {}
     options = {k: v for k, v in OPTIONS.items() if k not in ("num_kv_blocks", "kv_cache_dtype", "max_num_seqs")}
     for kept in ("auto", "fp8_e4m3"):
         with gapless.LLM(
             tiny("llama").bfloat16(), max_num_seqs=24, kv_cache_dtype=kept, kv_cache_memory_bytes=40_000, **options
         ) as llm:
+            assert ("KV cache in float8_e4m3fn: " in caplog.text) == (kept == "fp8_e4m3")
             sizes[kept] = llm._client._built.num_blocks[0]  # type: ignore[union-attr]
     assert sizes["fp8_e4m3"] in (2 * sizes["auto"], 2 * sizes["auto"] + 1)
 
@@ -307,3 +310,68 @@ def test_the_format_is_part_of_a_prefix_s_key() -> None:
     keys = [format_key(specs) for specs in (plain, fp8, (ones,), (twos,), (replace(ones, dtype="bfloat16"),))]
     assert keys[0] == b""
     assert len(set(keys)) == len(keys)
+    with gapless.LLM(tiny("llama"), **OPTIONS) as llm:
+        root = llm._client._scheduler.states.prefixes._root
+        assert root == format_key(llm._client.model.kv_specs) != b""
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt_oss", "qwen4_exp"])
+def test_fp8_on_a_gpu(kind: str) -> None:
+    """fp32 with an fp8 cache, fused and not: captured or not, at all depths, and as `transformers` that rounds."""
+    model = tiny(kind).cuda()
+    given = prompts(1, 199, [30, 3, 41, 17])
+    options = {**OPTIONS, "device": "cuda"}
+    with gapless.LLM(model, pipeline_depth=1, enforce_eager=True, **options) as llm:
+        truth = tokens(llm, given)
+    for depth in (1, 3):
+        with gapless.LLM(model, pipeline_depth=depth, **{**options, "num_kv_blocks": 17}) as llm:
+            assert tokens(llm, given) == truth
+            llm.sleep()
+            llm.wake()
+            assert tokens(llm, given) == truth
+    if kind in ("llama", "qwen3", "mistral"):
+        assert truth == [oracle(model, p, 14) for p in given]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_early_kernels_write_and_read_the_same(scaled: bool) -> None:
+    from gapless.attention.triton import attend_cached
+    from gapless.device.dependent_launch import LATE
+    from gapless.model.ops.triton import rope_qk_norm_kv_write
+    from gapless.model.run.few_tokens import early_attend, early_rope
+
+    _, _, _, cache, context = make_step(
+        random.Random(5), [(1, 900), (1, 40), (1, 1)], heads=8, kv_heads=2, size=128, block=16, dtype=torch.bfloat16
+    )
+    context = replace(
+        context, **{name: getattr(context, name).cuda() for name in (
+            "slot_mapping", "query_start_loc", "seq_lens", "rows", "block_tables")}, decode_only=True,
+    )  # fmt: skip
+    scales = (0.02 + torch.rand(2, 2, device="cuda")) if scaled else None
+    qkv = torch.randn(3, 12 * 128, device="cuda", dtype=torch.bfloat16)
+    angle = torch.rand(1000, 64, device="cuda").repeat(1, 2)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    positions = torch.tensor([899, 39, 0], device="cuda")
+    caches = [encode(cache.clamp(-400, 400), FLOAT8, None).cuda() for _ in range(2)]
+    asked = qkv, positions, cos, sin
+    plain = rope_qk_norm_kv_write(*asked, caches[0], context.slot_mapping, 8, 2, kv_scales=scales)
+    early = early_rope(*asked, caches[1], context.slot_mapping, 8, None, None, 1e-6, LATE, scales)
+    assert torch.equal(plain, early)
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+    params = AttentionParams(128**-0.5)
+    want = attend_cached(plain, caches[0], context, params, scales)
+    context.scratch.clear()
+    assert torch.equal(early_attend(plain, caches[0], context, params, LATE, scales), want)
+    k, v = (
+        decode(half.flatten(0, 1), torch.float32, scale_of(scales, i))[context.slot_mapping]
+        for i, half in enumerate(caches[0])
+    )
+    brute = reference.attend_brute(plain, k, v, caches[0].clone(), context, params, scales)
+    torch.testing.assert_close(want.float(), brute.float(), rtol=2e-2, atol=2e-2)

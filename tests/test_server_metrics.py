@@ -207,6 +207,7 @@ def test_options_of_the_cache(server: LiveServer) -> None:
     ((labels, value),) = rows
     assert value == 1
     assert labels["block_size"] == str(OPTIONS["block_size"])
+    assert labels["kv_cache_dtype"] == "auto"
     assert labels["num_gpu_blocks"] == str(OPTIONS["num_kv_blocks"] - 1)  # the null block holds nothing
 
 

@@ -32,7 +32,13 @@ ROOMS = [
 ]
 """Floors from the bottom up, with the rooms on each. A room that is not here fails the test: give it its place."""
 INSIDE = {
-    "model": [["ops", "base", "token_rows", "weights"], ["products"], ["parts"], ["hybrid", "lora_hooks"], ["run"]],
+    "model": [
+        ["ops", "base", "embedding", "token_rows", "weights"],
+        ["products"],
+        ["parts"],
+        ["hybrid", "lora_hooks"],
+        ["run"],
+    ],
 }
 """The same for the folders in a room; its other files are above these."""
 FLOOR_OF = {name: floor for floor, names in enumerate(ROOMS) for name in names}

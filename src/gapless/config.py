@@ -57,6 +57,8 @@ class EngineConfig:
         max_loras: adapters that can be loaded at once; each has its place on the device. None: 4.
         max_lora_rank: largest rank of an adapter. Every place is as large as this rank needs. None: 16. Both are for
             ``enable_lora`` only, with which they are numbers.
+        max_prompt_embeds: tokens of running requests that can be given by their embeddings (``prompt_embeds`` of a
+            prompt) instead of ids; each has a place on the device. 0: none, and it costs nothing. For the library only.
         speculative: draft tokens ahead: a `SpeculativeConfig`, its fields as a mapping, or a text such as
             ``ngram,num_speculative_tokens=4`` or ``draft_model,model=FOLDER``. None: no drafts.
     """
@@ -81,6 +83,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    max_prompt_embeds: int = 0
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
@@ -115,6 +118,13 @@ class EngineConfig:
         modes = ("raw_logprobs", "processed_logprobs")
         _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")
         object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))
+        embeds = self.max_prompt_embeds
+        _check("max_prompt_embeds", embeds, _is_int(embeds) and embeds >= 0, "an integer >= 0")
+        if embeds and self.speculative is not None:
+            raise ConfigError(
+                f"max_prompt_embeds={embeds} is not allowed together with speculative={self.speculative.method!r}: "
+                "drafts are made of ids. Leave one of them out"
+            )
         _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

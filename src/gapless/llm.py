@@ -57,7 +57,10 @@ class LLM:
         """Complete prompts; results come in the order of the prompts.
 
         Args:
-            prompts: one or many; each a text or ``{"prompt_token_ids": [...]}``.
+            prompts: one or many; each a text or ``{"prompt_token_ids": [...]}``. In an engine made with
+                ``max_prompt_embeds`` also ``{"prompt_embeds": tensor}``, what the model's embedding would give,
+                ``[tokens, hidden_size]``; or both, with ``"prompt_embeds_positions": [...]``, the tokens that it
+                replaces.
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar.
             priority: one for all or one for each prompt; lower runs earlier, within one priority the first to come.

@@ -44,6 +44,8 @@ class AttentionContext:
             empty if all layers share these.
         token_table: int32 ``[R + 1, max_model_len]``, the tokens of each row, this step's among them; None where no
             part of a model looks at it.
+        prompt_embeds: ``[E, H]``, embeddings of tokens whose id is negative (see `gapless.model.embedding`); None in
+            engines that take none.
         others: the contexts of groups 1, 2, ...; they differ in ``slot_mapping``, ``block_tables`` and ``scratch``.
 
     In a group with a window, entries of the block tables before the window of a sequence's first new token mean
@@ -65,6 +67,7 @@ class AttentionContext:
     token_table: torch.Tensor | None = None
     others: tuple[AttentionContext, ...] = ()
     kv_scales: Sequence[torch.Tensor | None] = ()
+    prompt_embeds: torch.Tensor | None = None
 
     def of(self, layer: int) -> AttentionContext:
         """The step as the layer sees it, an index of ``kv_caches``."""

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from gapless.attention.context import AttentionContext, AttentionParams
-from gapless.attention.kv_format import decode, encode, exact, put, scale_of
+from gapless.attention.kv_format import decode, exact, put, scale_of
 from gapless.attention.rows import Rows, attend_rows, softmax_
 
 SHORT_QUERY = 4
@@ -57,7 +57,8 @@ def attend_brute(
     lengths = context.seq_lens.tolist()  # sync-ok: cpu reference
     for flat, new, half in zip((c.flatten(0, 1) for c in kv_cache), (k, v), (0, 1), strict=True):
         for token in range(starts[-1]):
-            flat[context.slot_mapping[token]] = encode(new[token], flat.dtype, scale_of(kv_scales, half))
+            one = slice(token, token + 1)
+            put(flat, context.slot_mapping[one], new[one], scale_of(kv_scales, half))
     keys, values = (decode(kv_cache[i].flatten(0, 1), compute, scale_of(kv_scales, i)) for i in (0, 1))
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)

@@ -11,6 +11,7 @@ import enum
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from gapless.batch.row_layout import I32, Bools
 from gapless.batch.row_params import Feature
@@ -27,6 +28,15 @@ class SeqFlag(enum.IntFlag):
 
 NO_UPDATES = np.zeros((0, 2), np.int32)
 _DRAWS = int(SeqFlag.DRAWS)  # NumPy makes 64 bits of an enum's
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedUpload:
+    """Embeddings of prompt tokens, written on the device before the step's forward: ``data`` ``[n, bytes]`` to the rows
+    ``rows`` int32 ``[n]`` of the table, no row twice."""
+
+    rows: I32
+    data: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,7 @@ class StepPlan:
         constrained: bool ``[S]``, or None for none: the sequence draws a token that a grammar restricts. The mask of
             what it allows depends on the tokens before, so the step waits between its forward and its sampling until
             all older steps are committed; see `gapless.scheduler.masks`.
+        embeds: what requests that start in this step bring, or None. An input id ``-1 - r`` means row r of that table.
         lora: some row runs with an adapter. Which one stands in the row (`Word.LORA`).
         query_width: logits of each sequence: 1, and in a step with drafts K + 1. Then tokens may exist that the host
             does not count: ``starts`` are lower bounds where the device knows the start.
@@ -73,6 +84,7 @@ class StepPlan:
     max_query_len: int | None = None
     repeats: int = 0
     carried: bool = False
+    embeds: EmbedUpload | None = None
 
     @property
     def num_seqs(self) -> int:

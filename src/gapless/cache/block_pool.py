@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gapless.batch.row_layout import I32, NULL_BLOCK
+from gapless.batch.row_layout import NULL_BLOCK
 
 ROOT = b""
 
@@ -144,10 +144,10 @@ class BlockPool:
         for block in list(self._by_key.values()):
             self.unpublish(block)
 
-    def lookup(self, key: bytes, tokens: I32) -> int | None:
+    def lookup(self, key: bytes, tokens: bytes) -> int | None:
         """The block that holds these tokens after that prefix, if there is one."""
         block = self._by_key.get(key)
-        if block is None or self._tokens[block] != tokens.tobytes():
+        if block is None or self._tokens[block] != tokens:
             return None
         return block
 

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from gapless.batch.row_table import RowTable
 from gapless.cache.block_pool import ROOT, block_keys
 from gapless.cache.block_tables import BlockTables, Hit
+from gapless.request.prompt_embeds import OVERRIDDEN
 
 
 class PrefixCache:
@@ -99,8 +102,8 @@ class PrefixCache:
                 self.publish(row, int(self._rows.computed[row]))
 
     def _find(self, row: int, group: int, i: int) -> int | None:
-        tokens = self._rows.tokens[row, i * self._size : (i + 1) * self._size]
-        return self._pools[group].lookup(self._hashes(row, i + 1)[i], tokens)
+        (content,) = self._blocks_of_tokens(row, i, i + 1)
+        return self._pools[group].lookup(self._hashes(row, i + 1)[i], content)
 
     def _hashes(self, row: int, count: int) -> list[bytes]:
         """Keys of the row's first ``count`` blocks, or of more; all of their tokens must be known."""
@@ -111,7 +114,15 @@ class PrefixCache:
         return hashes
 
     def _blocks_of_tokens(self, row: int, first: int, end: int) -> list[bytes]:
-        """The tokens of each of the row's blocks [first, end), as bytes."""
-        size = self._size
-        held, step = self._rows.tokens[row, first * size : end * size].tobytes(), size * self._rows.tokens.itemsize
-        return [held[at : at + step] for at in range(0, len(held), step)]
+        """The tokens of each of the row's blocks [first, end), as bytes. Those given by their embeddings have no
+        id; their block has the digests of these besides."""
+        size, tokens = self._size, self._rows.tokens[row, first * self._size : end * self._size]
+        request = self._rows.requests[row]
+        embeds = None if request is None else request.embeds
+        if embeds is not None:
+            tokens = np.maximum(tokens, OVERRIDDEN)
+        held, step = tokens.tobytes(), size * tokens.itemsize
+        contents = [held[at : at + step] for at in range(0, len(held), step)]
+        if embeds is None:
+            return contents
+        return [c + embeds.digests_of(i * size, (i + 1) * size) for i, c in enumerate(contents, first)]

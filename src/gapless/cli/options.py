@@ -63,8 +63,8 @@ _KINDS: dict[Any, dict[str, Any]] = {
 }
 _REPEATED = "; may be given several times"
 _NOTES = {str | Sequence[str]: _REPEATED, Sequence[str | Sequence[int]]: _REPEATED}
-LEFT_OUT = {("SamplingParams", "output_kind")}
-"""Fields without an option: the commands decide by themselves whether to stream."""
+LEFT_OUT = {("SamplingParams", "output_kind"), ("EngineConfig", "max_prompt_embeds")}
+"""Fields without an option: the commands decide by themselves whether to stream, and take prompts of texts and ids."""
 
 
 def option_name(cls: type, field: str) -> str:

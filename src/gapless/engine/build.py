@@ -63,6 +63,7 @@ class Built:
     config: EngineConfig
     layout: RowLayout
     num_blocks: tuple[int, ...]  # of each group of layers, the null blocks among them
+    embeds_width: int = 0  # of the embeddings that prompts may bring
     weights: Weights | None = None  # None for a `CausalModel` that was given, and once the engine is closed
 
 
@@ -160,6 +161,7 @@ def _build(
         )
 
     bank = _adapters(model, config, device) if config.enable_lora else None
+    width = _embeds_width(model, config) if config.max_prompt_embeds else 0
 
     def make_runner(blocks: int | tuple[int, ...]) -> Runner:
         chosen: Device
@@ -190,6 +192,7 @@ def _build(
                 masks=available(),
                 adapters=bank,
                 speculation=speculation,
+                embeds=(config.max_prompt_embeds, width),
             )
         except BaseException as error:
             chosen.close()  # or its threads would stay
@@ -221,7 +224,7 @@ def _build(
         )  # fmt: skip
     if state := sum(spec.bytes_per_row for spec in model.kv_specs if isinstance(spec, StateSpec)):
         logger.info("recurrent state: %.2f GiB for %d rows", layout.num_rows * state / GIB, config.max_num_seqs)
-    return Built(engine, scheduler, runner, model, config, layout, num_blocks, weights)
+    return Built(engine, scheduler, runner, model, config, layout, num_blocks, width, weights)
 
 
 @contextlib.contextmanager
@@ -318,6 +321,21 @@ def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[Caus
     if not small:
         logger.info("fused: decode of few tokens runs as other steps do: its kernels are for bf16")
     return fused, Weights(plain.module, theirs)
+
+
+def _embeds_width(model: CausalModel, config: EngineConfig) -> int:
+    """Of the embeddings that prompts may bring for tokens of ``model``."""
+    enable = getattr(model, "enable_prompt_embeds", None)
+    if enable is None:
+        raise ConfigError(
+            f"max_prompt_embeds={config.max_prompt_embeds}: {model.name} ({type(model).__name__}) takes ids only"
+        )
+    width: int = enable()
+    logger.info(
+        "embeddings: %d tokens of running requests can be given so, %.3f GiB",
+        config.max_prompt_embeds, config.max_prompt_embeds * width * model.dtype.itemsize / GIB,
+    )  # fmt: skip
+    return width
 
 
 def _adapters(model: CausalModel, config: EngineConfig, device: torch.device) -> AdapterBank:

@@ -14,7 +14,7 @@ import queue
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +139,11 @@ class EngineClient:
 
     def encode(self, prompt: object) -> EncodedPrompt:
         """A prompt as ids, checked."""
+        if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+            from gapless.text.prompt_embeds import encode_embeds  # late: it is torch's
+
+            width, dtype = self._built.embeds_width, self._built.model.dtype
+            return encode_embeds(prompt, self._vocab_size, width, dtype, self.config.max_prompt_embeds)
         return encode_prompt(prompt, self.tokenizer, self._vocab_size)
 
     def encode_chat(self, messages: object, **options: Any) -> EncodedPrompt:
@@ -193,7 +198,7 @@ class EngineClient:
         self._outputs.abort(group)
 
     def _requests(self, submission: Submission, lora: LoraRef | None) -> list[Request]:
-        params, ids = submission.params, submission.prompt.token_ids
+        params, ids, embeds = submission.params, submission.prompt.token_ids, submission.prompt.embeds
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")
         if submission.request_id is not None and not isinstance(submission.request_id, str):
@@ -203,6 +208,13 @@ class EngineClient:
                 "speculative=True is not allowed: this engine makes no drafts. Leave it out, or make the engine with "
                 "speculative='ngram' or another SpeculativeConfig"
             )
+        if embeds is not None:
+            if params.prompt_logprobs is not None:
+                raise RequestError(
+                    f"prompt_logprobs={params.prompt_logprobs} is not allowed for a prompt with prompt_embeds: its "
+                    "tokens have no ids. Leave it out"
+                )
+            ids = embeds.over(ids)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(self._scheduler.longest - len(ids), 1)
@@ -241,6 +253,7 @@ class EngineClient:
                 cache_key=key,
                 grammar=grammars[i],
                 lora=lora,
+                embeds=embeds,
             )
             for i, number in enumerate(numbers)
         ]

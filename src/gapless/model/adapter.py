@@ -27,6 +27,7 @@ from gapless.cache.spec import LayerSpec
 from gapless.errors import UnsupportedModelError
 from gapless.lora.bank import AdapterBank, Part, Site
 from gapless.model import checks
+from gapless.model.embedding import override
 from gapless.model.hybrid.layer import HybridLayer, ple_tables
 from gapless.model.hybrid.replace import replace_layers
 from gapless.model.lora_hooks import attach, token_linears
@@ -150,7 +151,7 @@ class TransformersModel:
             # no_grad, not inference_mode, whose tensors a trainer that shares the weights could not use.
             with torch.no_grad():
                 output = self.module(
-                    input_ids=input_ids[None],
+                    **self._inputs(input_ids, context.prompt_embeds),
                     position_ids=positions[None],
                     attention_mask=None,
                     use_cache=False,
@@ -160,6 +161,22 @@ class TransformersModel:
         finally:
             self._tokens = None
         out.copy_(output.logits[0])
+
+    def _inputs(self, input_ids: torch.Tensor, overrides: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        if overrides is None:
+            return {"input_ids": input_ids[None]}
+        embedded = self.module.get_input_embeddings()(input_ids.clamp(min=0))
+        return {"inputs_embeds": override(embedded, input_ids, overrides)[None]}
+
+    def enable_prompt_embeds(self) -> int:
+        """Let requests give embeddings for tokens; the width of one.
+
+        Raises:
+            UnsupportedModelError: the model looks at ids elsewhere too.
+        """
+        checks.refuse_ids_beside_embeddings(self.module, self.name, restore=ATTENTION_NAME)
+        width: int = self.module.get_input_embeddings().weight.shape[1]
+        return width
 
     def enable_lora(self, *, slots: int, rank: int, ops: ModuleType) -> AdapterBank:
         """Let requests run with adapters: every linear layer that sees each token once can have one.

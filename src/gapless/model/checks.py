@@ -350,3 +350,32 @@ def _chunks(config: PreTrainedConfig) -> list[int]:
 
 def _names(values: Any) -> str:
     return ", ".join(sorted(map(str, values)))
+
+
+def refuse_ids_beside_embeddings(module: PreTrainedModel, name: str, *, restore: str) -> None:
+    """Run the model's own attention over ids, and over their embeddings alone: both must give the same logits. And over
+    embeddings that are no id's: some models look up ids by them.
+
+    Args:
+        module: a private copy.
+        name: for the message.
+        restore: the attention that it has afterwards.
+
+    Raises:
+        UnsupportedModelError: they do not, or the model cannot do without ids.
+    """
+    table = module.get_input_embeddings()
+    ids = torch.arange(8, device=table.weight.device)[None] % len(table.weight)
+    set_attention(module, "eager")
+    try:
+        with torch.no_grad():
+            expected = module(input_ids=ids, use_cache=False).logits
+            got = module(inputs_embeds=table(ids), use_cache=False).logits
+            module(inputs_embeds=1.5 * table(ids), use_cache=False)
+        reason = "" if torch.equal(got, expected) else "its logits are others without ids"
+    except Exception as error:  # whatever the model's code makes of it
+        reason = f"it fails without ids ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    finally:
+        set_attention(module, restore)
+    if reason:
+        raise UnsupportedModelError(f"{name} ({type(module).__name__}) cannot take embeddings for ids: {reason}")

@@ -87,7 +87,8 @@ def _embedding(module: nn.Module, seen: Watch, x: torch.Tensor) -> Embedding:
     scale = _factor(rows, x)
     if scale is None:
         raise Unknown("the first layer is not given the embedding's rows, or a multiple of them")
-    return Embedding(module.weight, scale)
+    own = module(seen.ids).detach()  # some scale here, others what they are given too
+    return Embedding(module.weight, scale, _factor(own.view(x.shape), x) or 1.0)
 
 
 def _factor(x: torch.Tensor, y: torch.Tensor) -> float | None:

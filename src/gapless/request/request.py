@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gapless.errors import RequestError
 from gapless.request.checks import check_integer
+from gapless.request.prompt_embeds import PromptEmbeds
 from gapless.request.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**20
@@ -53,6 +54,7 @@ class Request:
         cache_key: keeps its blocks apart from those of requests with another one; see `cache_key`.
         grammar: where `SamplingParams.structured_outputs` has got to, a `gapless.grammar.matcher.Grammar`.
         lora: the adapter that its tokens run with; None for the model alone.
+        embeds: of prompt tokens that are given so, and whose id is `OVERRIDDEN`.
         block_hashes: the scheduler's memory of the hash chain of its full blocks.
     """
 
@@ -70,6 +72,7 @@ class Request:
     cache_key: bytes = b""
     grammar: Any = None  # a type of a higher layer
     lora: LoraRef | None = None
+    embeds: PromptEmbeds | None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
 

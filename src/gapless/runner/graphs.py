@@ -80,7 +80,9 @@ class Graphs:
     def bind(self) -> None:
         """Say what the parts of a step touch, once the state has its pools."""
         state, words = self._state.tensors, self._state.arena.words
-        read = state if self._state.lora is None else (*state, self._state.lora.buffer)
+        lora, embeds = self._state.lora, self._state.embeds
+        read = state if lora is None else (*state, lora.buffer)
+        read = read if embeds is None else (*read, embeds.table)
         self._access = {
             "draft": [Access((slot.device, *state), state) for slot in self._slots],
             "forward": [Access((slot.device, *read), state) for slot in self._slots],
@@ -199,6 +201,7 @@ class Graphs:
                 row_loras=row_loras,
                 token_table=state.arena.token_table,
                 max_query_len=key.max_query_len,
+                prompt_embeds=None if state.embeds is None else state.embeds.table,
             )
 
         def work() -> None:

@@ -100,6 +100,7 @@ class Runner:
         processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
         masks: have memory and graphs for steps that are held.
         adapters: the model's, if requests may run with LoRA adapters.
+        embeds: see `State`.
         speculation: drafts, or None; with them the layout has room for K tokens more than a request may have.
     """
 
@@ -119,6 +120,7 @@ class Runner:
         masks: bool = True,
         adapters: AdapterBank | None = None,
         speculation: Speculation | None = None,
+        embeds: tuple[int, int] = (0, 0),
     ) -> None:
         self.device = device
         self.layout = layout
@@ -136,6 +138,8 @@ class Runner:
             max_seqs=max_seqs,
             adapters=adapters,
             speculation=speculation,
+            embeds=embeds,
+            depth=depth,
         )
         self.graphs = Graphs(
             device,
@@ -173,6 +177,8 @@ class Runner:
 
         slot.h2d_done.wait(device.compute)
         watch.start.record(device.compute)
+        if plan.embeds is not None and self.state.embeds is not None:
+            self.state.embeds.upload(plan.embeds, slot.index)
         queries = plan.query_width, plan.max_query_len
         drafts = self.state.drafts if plan.query_width > 1 else None
         if drafts is not None and plan.having(SeqFlag.DRAFTS).any():

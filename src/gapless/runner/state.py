@@ -19,6 +19,7 @@ from gapless.device.base import Device
 from gapless.lora.bank import AdapterBank
 from gapless.model.base import CausalModel
 from gapless.runner.draft_steps import DraftSteps
+from gapless.runner.embeds import EmbedMemory
 from gapless.runner.lora_memory import LoraMemory
 from gapless.runner.prepare import StepIndices
 from gapless.speculative.base import Speculation
@@ -32,6 +33,8 @@ class State:
         num_blocks: of each group's pool.
         max_tokens, max_seqs: of a step, padded.
         adapters, speculation: or None.
+        embeds: rows of the table of embeddings, and their width; (0, 0) for none.
+        depth: slots in the ring.
 
     Attributes:
         arena: the words of all rows.
@@ -40,6 +43,7 @@ class State:
         group_of_layer: which block table each layer has.
         indices, logits: of the latest step.
         lora: the adapters, or None.
+        embeds: the embeddings that requests bring, or None.
         drafts: what steps with drafts need, or None.
     """
 
@@ -54,6 +58,8 @@ class State:
         max_seqs: int,
         adapters: AdapterBank | None,
         speculation: Speculation | None,
+        embeds: tuple[int, int] = (0, 0),
+        depth: int = 1,
     ) -> None:
         self._device, self._specs, self._layout, self._num_blocks = device, model.kv_specs, layout, num_blocks
         self.arena = arena_views(device.device_buffer((layout.num_words,), torch.int32, "arena"), layout)
@@ -72,6 +78,7 @@ class State:
         query_width = 1 if speculation is None else speculation.query_width
         self.logits = device.device_buffer((s * query_width, model.vocab_size), model.dtype, "logits")
         self.lora = None if adapters is None else LoraMemory(device, adapters)
+        self.embeds = EmbedMemory(device, *embeds, model.dtype, depth) if embeds[0] else None
         self.drafts: DraftSteps | None = None
         if speculation is not None:
             self.drafts = DraftSteps(device, layout, speculation, self.arena, num_blocks, s)

@@ -65,7 +65,7 @@ def _process_row(
         ids, bias = (torch.from_numpy(words[first : first + n]) for first in (at, at + MAX_LOGIT_BIAS))
         x[ids.long()] += bias.view(torch.float32)
     if floats[Word.REPETITION] != 1:
-        seen = torch.from_numpy(np.bincount(table, minlength=vocab)[:vocab] > 0)
+        seen = torch.from_numpy(np.bincount(table[table >= 0], minlength=vocab)[:vocab] > 0)
         penalty = float(floats[Word.REPETITION])
         x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
     if floats[Word.FREQUENCY] or floats[Word.PRESENCE]:

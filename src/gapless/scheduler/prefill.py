@@ -104,20 +104,26 @@ class Prefill:
                 return True
             if self._blocked == (request_id, self._blocks.available):
                 return False  # it did not fit, and nothing has been freed since
+            if request.embeds is not None and len(request.embeds) > states.embeds.num_free:
+                return False
             if not builder.published:
                 self._prefixes.publish_generated(states.running.tolist())
                 builder.published = True
-            row = self._states.assign(request)
+            row = states.assign(request)
+            upload = states.embeds.take(row)
             params, hits = self._rows.param_updates(row), stats.prefix_hit_tokens
             builder.updates_left -= len(params)
             started = self._start(row, builder)
             builder.updates_left += len(params)
             if not started:
+                states.embeds.give_back(row)
                 self._rows.release(row)  # takes back the assignment above: no step has named the row
                 if not builder.full:
                     self._blocked = (request_id, self._blocks.available)
                 return False
             builder.update(params)
+            if upload is not None:
+                builder.embeds.append(upload)
             del self.waiting[request_id]
             states.row_of[request_id] = row
             self._message.waits.append(time.monotonic() - request.arrival)

@@ -26,6 +26,7 @@ from gapless.cache.prefix_cache import PrefixCache
 from gapless.config import EngineConfig
 from gapless.request.request import Request
 from gapless.scheduler.drafting import Drafting
+from gapless.scheduler.embed_rows import EmbedRows, joined
 from gapless.scheduler.prompt_scores import PromptScores
 from gapless.scheduler.seams import NoDrafts
 from gapless.scheduler.stats import SchedulerStats
@@ -41,6 +42,7 @@ class RowStates:
         rows: counts and tokens.
         blocks, prefixes: who owns which block, and which may be found again.
         drafts, scores: of rows that draft, or whose prompts are scored.
+        embeds: of rows whose prompts have embeddings in place of ids.
         stats: counters.
         running: int32, rows by rank.
         preempted: rows that wait for blocks, by rank.
@@ -56,6 +58,7 @@ class RowStates:
         self.prefixes = PrefixCache(self.rows, self.blocks, enabled=cached, root=prefix_root)
         self.drafts = NoDrafts(self.rows) if config.speculative is None else Drafting(config.speculative, self.blocks)
         self.scores = PromptScores(self.rows)
+        self.embeds = EmbedRows(self.rows, config.max_prompt_embeds)
         self.stats = SchedulerStats(drafts=self.drafts.stats)
         self.running: I32 = np.zeros(0, np.int32)
         self.preempted: OrderedDict[int, None] = OrderedDict()
@@ -97,6 +100,7 @@ class RowStates:
         if failed:
             self.blocks.unpublish(row)
         self.blocks.release(row)
+        self.embeds.give_back(row)
         self.rows.finished[row] = True
         self.running = self.running[self.running != row]
         self.preempted.pop(row, None)
@@ -193,7 +197,7 @@ class RowStates:
         return StepPlan(
             step, rows, starts, lens, flags, input_ids, carry, updates, features,
             constrained if constrained.any() else None, bool(r.lora[rows].any()), query_width, max_query_len,
-            carried=bool(carry.all()),
+            carried=bool(carry.all()), embeds=joined(builder.embeds),
         )  # fmt: skip
 
     def check(self) -> list[int]:
@@ -209,6 +213,7 @@ class RowStates:
             raise RuntimeError(f"rows in use {used}, but running, preempted and draining rows are {named}")
         self.blocks.check(used)
         self.drafts.check()
+        self.embeds.check([*self.running.tolist(), *self.preempted])
         for row in used:
             if not r.computed[row] <= r.total[row] <= r.limit[row] or r.known[row] > r.total[row]:
                 raise RuntimeError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gapless.batch.plan import EmbedUpload
 from gapless.batch.row_layout import I32, RowLayout
 from gapless.config import EngineConfig
 
@@ -33,6 +34,7 @@ class StepBuilder:
         published: what the running rows generated can be found in the prefix cache by now.
         drafting: rows that decode with drafts in it.
         scored: rows that score their prompt in it, one token a sequence.
+        embeds: of requests that start in it.
     """
 
     budget: int
@@ -45,6 +47,7 @@ class StepBuilder:
     rows: list[I32] = field(default_factory=list)
     lens: list[I32] = field(default_factory=list)
     updates: list[I32] = field(default_factory=list)
+    embeds: list[EmbedUpload] = field(default_factory=list)
 
     def extend(self, rows: I32, lens: I32) -> None:
         """One sequence of each of the ``rows [n]``, of ``lens [n]`` tokens."""

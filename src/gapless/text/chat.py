@@ -9,15 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.errors import RequestError, did_you_mean
+from gapless.request.prompt_embeds import PromptEmbeds
 
 _FORMS = 'a text, {"prompt": text} or {"prompt_token_ids": [...]}'
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as the engine takes it: its text, if it had one, and its ids, int32 ``[prompt_len]``."""
+    """A prompt as the engine takes it: its text, if it had one, its ids, int32 ``[prompt_len]``, and the embeddings in
+    place of some of them."""
 
     text: str | None
     token_ids: npt.NDArray[np.int32]
+    embeds: PromptEmbeds | None = None
 
 
 def encode_prompt(prompt: object, tokenizer: Any, vocab_size: int) -> EncodedPrompt:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
+from gapless.model.embedding import override
 from gapless.model.parts.attention import Attention
 from gapless.model.parts.feed_forward import FeedForward, Module
 from gapless.model.parts.norm import Norm
@@ -14,10 +16,18 @@ from gapless.model.products.weight import Weight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """Rows of ``table [V, H]``, times ``scale``."""
+    """Rows of ``table [V, H]``, times ``scale``; embeddings that stand for ids are taken times ``given``."""
 
     table: torch.Tensor
     scale: float = 1.0
+    given: float = 1.0
+
+    def __call__(self, ids: torch.Tensor, overrides: torch.Tensor | None) -> torch.Tensor:
+        """``[T, H]`` of ids ``[T]``; for ``overrides`` ``[E, H]`` see `gapless.model.embedding`."""
+        rows = functional.embedding(ids if overrides is None else ids.clamp(min=0), self.table)
+        if self.scale != 1.0:
+            rows = rows * self.scale
+        return rows if overrides is None else override(rows, ids, overrides, self.given)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,8 +29,8 @@ from gapless.model.products.tensor_cores import _dot_kernel
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr, table_ptr, norm_ptr, out_ptr, next_ptr, sq_ptr, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr,
+    ids_ptr, table_ptr, overrides_ptr, norm_ptr, out_ptr, next_ptr, sq_ptr, scale, given, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -38,9 +38,15 @@ def _embed_kernel(
     weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     depend(PDL)
     row = tl.load(ids_ptr + token).to(tl.int64)
-    x = tl.load(table_ptr + row * SIZE + column, mask=inside, other=0.0)
+    end = SIZE if overrides_ptr is None else tl.where(row < 0, 0, SIZE)  # an id below 0 has no row here
+    x = tl.load(table_ptr + row * SIZE + column, mask=column < end, other=0.0)
     if SCALED:
         x = (x.to(tl.float32) * scale).to(x.dtype)
+    if overrides_ptr is not None:
+        y = tl.load(overrides_ptr + (-1 - row) * SIZE + column, mask=column < SIZE - end, other=0.0)
+        if given is not None:
+            y = (y.to(tl.float32) * given).to(y.dtype)
+        x = tl.where(row < 0, y, x)
     wide = x.to(tl.float32)
     tl.store(out_ptr + token * SIZE + column, x, mask=inside)
     tl.store(next_ptr + token * SIZE + column, (wide * (1.0 + weight if SHIFT else weight)).to(x.dtype), mask=inside)
@@ -55,8 +61,11 @@ def embed(
     out: Stream | None = None,
     scale: float = 1.0,
     shift: bool = False,
+    overrides: torch.Tensor | None = None,
+    given: float = 1.0,
 ) -> Stream:
-    """Rows of the table, times ``scale``, prepared for the first norm; see `residual` for ``shift``."""
+    """Rows of the table, times ``scale``, prepared for the first norm; see `residual` for ``shift``. And where an id is
+    negative, of ``overrides``, times ``given``; see `gapless.model.embedding`."""
     size = table.shape[1]
     if out is None:
         shape = (ids.shape[0], size)
@@ -67,8 +76,9 @@ def embed(
         )
     block = triton.next_power_of_2(size)
     _embed_kernel[(ids.shape[0],)](
-        ids, table, norm, out.residual, out.x, out.squares, scale, SIZE=size, BLOCK=block, PDL=pdl,
-        SCALED=scale != 1.0, SHIFT=shift, num_warps=min(16, max(1, block // 512)), **launch_options(pdl),
+        ids, table, overrides, norm, out.residual, out.x, out.squares, scale,
+        None if overrides is None or given == 1.0 else given, SIZE=size, BLOCK=block, PDL=pdl, SCALED=scale != 1.0,
+        SHIFT=shift, num_warps=min(16, max(1, block // 512)), **launch_options(pdl),
     )  # fmt: skip
     return out
 

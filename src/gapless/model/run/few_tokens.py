@@ -94,15 +94,19 @@ class FewTokens:
     def _config(self, op: str, weight: Weight, tokens: int) -> GemmConfig | None:
         return self.configs[Product(op, bucket(tokens), weight.outputs, weight.inputs)]
 
-    def begin(self, embedding: Embedding, ids: torch.Tensor, ahead: Norm | None) -> Stream:
+    def begin(
+        self, embedding: Embedding, ids: torch.Tensor, ahead: Norm | None, overrides: torch.Tensor | None
+    ) -> Stream:
         if not _commutes(ahead):
-            rows = functional.embedding(ids, embedding.table)
-            rows = rows * embedding.scale if embedding.scale != 1.0 else rows
+            rows = embedding(ids, overrides)
             return Stream(rows, rows if ahead is None else ahead(rows, ops))
         assert ahead is not None
         assert ahead.weight is not None
         # The first kernel is an ordinary launch: whatever came before, the step begins after it.
-        return embed(ids, embedding.table, ahead.weight, scale=embedding.scale, shift=ahead.scaling == Scaling.OFFSET)
+        return embed(
+            ids, embedding.table, ahead.weight, scale=embedding.scale, shift=ahead.scaling == Scaling.OFFSET,
+            overrides=overrides, given=embedding.given,
+        )  # fmt: skip
 
     def product(self, weight: Weight, x: Stream | torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         given = x if isinstance(x, Stream) else Stream(x, x)

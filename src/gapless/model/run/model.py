@@ -96,6 +96,10 @@ class DecoderModel:
         if ups and all(up.shape == ups[0].shape for up in ups):
             self.gated = GatedProducts(ups)
 
+    def enable_prompt_embeds(self) -> int:
+        """See `TransformersModel.enable_prompt_embeds`. A described decoder looks at ids nowhere else."""
+        return self.decoder.embedding.table.shape[1]
+
     def enable_lora(self, *, slots: int, rank: int, ops: ModuleType) -> AdapterBank:
         """Let requests run with adapters, see `TransformersModel.enable_lora`. Steps with some of them do not take
         the path of few tokens. Before capture."""

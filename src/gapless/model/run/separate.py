@@ -63,10 +63,10 @@ class Separate:
         self._gated = gated if tokens is None else None
         self._bank, self._tokens, self._sites = bank, tokens, sites or {}
 
-    def begin(self, embedding: Embedding, ids: torch.Tensor, ahead: Norm | None) -> Stream:
-        residual = functional.embedding(ids, embedding.table)
-        if embedding.scale != 1.0:
-            residual = residual * embedding.scale
+    def begin(
+        self, embedding: Embedding, ids: torch.Tensor, ahead: Norm | None, overrides: torch.Tensor | None
+    ) -> Stream:
+        residual = embedding(ids, overrides)
         return Stream(residual, residual if ahead is None else ahead(residual, self._ops))
 
     def product(self, weight: Weight, x: Stream | torch.Tensor, norm: Norm | None = None) -> torch.Tensor:

@@ -24,8 +24,10 @@ from gapless.model.products.weight import Weight
 class Kernels(Protocol):
     """The pieces of a walk. T tokens, H hidden size."""
 
-    def begin(self, embedding: Embedding, ids: torch.Tensor, ahead: Norm | None) -> Stream:
-        """The embedding's rows, prepared for the first norm."""
+    def begin(
+        self, embedding: Embedding, ids: torch.Tensor, ahead: Norm | None, overrides: torch.Tensor | None
+    ) -> Stream:
+        """The embedding's rows, or those of ``overrides``, prepared for the first norm."""
         ...
 
     def product(self, weight: Weight, x: Stream | torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
@@ -88,7 +90,7 @@ def walk(
             cache keeps.
     """
     layers = decoder.layers
-    stream = kernels.begin(decoder.embedding, ids, layers[0].before_attention)
+    stream = kernels.begin(decoder.embedding, ids, layers[0].before_attention, context.prompt_embeds)
     for i, layer in enumerate(layers):
         last = i + 1 == len(layers)
         ahead = decoder.norm if last else layers[i + 1].before_attention
