@@ -222,7 +222,7 @@ def test_drafts_change_nothing(method: str) -> None:
             assert sum(drafts.proposed) > 0
             if method == "draft_model":
                 assert sum(drafts.accepted) > 0
-                pools = llm._client._built.runner.state.proposer.state  # type: ignore[union-attr]
+                pools = llm._client._built.runner.state.drafts.proposer.state  # type: ignore[union-attr]
                 assert {p.dtype for p in pools if p.dim() == 5} == {FLOAT8}
 
 
