@@ -268,6 +268,24 @@ def test_stop_token_ids_and_end_of_sequence(llm: LLM) -> None:
         llm.generate("hello", SamplingParams(stop_token_ids=[10**6]), use_tqdm=False)
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_stop_token_as_the_last_allowed_one(llm: LLM, listed: bool, include: bool) -> None:
+    """It ends the request both ways; the token counts, and not the length."""
+    (free,) = run(llm, "hello")
+    count = next(n for n in range(4, 12) if free[n - 1] not in free[: n - 1])
+    params = SamplingParams(
+        temperature=0, max_tokens=count, ignore_eos=True, stop_token_ids=[free[count - 1]] if listed else [],
+        include_stop_str_in_output=include,
+    )  # fmt: skip
+    (output,) = llm.generate("hello", params, use_tqdm=False)
+    (got,) = output.outputs
+    assert got.token_ids == free[:count]
+    shown = free[:count] if include or not listed else free[: count - 1]
+    assert got.text == tokenizer().decode(shown, skip_special_tokens=True)
+    assert (got.finish_reason, got.stop_reason) == (("stop", free[count - 1]) if listed else ("length", None))
+
+
 def test_sampling_extremes_hold_per_row(llm: LLM) -> None:
     base = {"max_tokens": 12, "ignore_eos": True}
     greedy = run(llm, "hello")[0]

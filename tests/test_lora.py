@@ -353,6 +353,29 @@ def test_adapters_survive_a_pause_and_a_sleep(llama: Setting) -> None:
     assert results == [llama.expected("a", prompt), llama.expected(None, prompt)]
 
 
+@pytest.mark.parametrize("mode", ["keep", "finish", "abort"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_request_that_arrives_in_a_pause_keeps_its_adapter(llama: Setting, mode: Any, depth: int) -> None:
+    """Its adapter is unloaded meanwhile, and the one that would take the slot has to wait for it."""
+    prompt = prompt_of(random.Random(21), 9)
+    results: list[list[int]] = []
+    with llama.llm("a", max_loras=1, pipeline_depth=depth) as llm:
+        assert run(llm, [("a", prompt)]) == [llama.expected("a", prompt)]
+        llm.pause(mode)
+        thread = threading.Thread(target=lambda: results.extend(run(llm, [("a", prompt), ("a", prompt[1:])])))
+        thread.start()
+        wait_until(lambda: llm._client.pending == 2, "the requests")
+        llm.unload_lora("a")
+        with pytest.raises(AdapterError, match="'a', which is unloaded but has requests"):
+            llm.load_lora("b", llama.folders["b"])
+        llm.resume()
+        thread.join()
+        llm.load_lora("b", llama.folders["b"])
+        assert run(llm, [("b", prompt)]) == [llama.expected("b", prompt)]
+        check_idle(llm)
+    assert results == [llama.expected("a", prompt), llama.expected("a", prompt[1:])]
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_load_and_unload_while_others_run(llama: Setting, depth: int) -> None:
     """One thread generates with "a" and without; meanwhile others come and go through the two slots left."""

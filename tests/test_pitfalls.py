@@ -100,3 +100,14 @@ def test_an_engine_changes_nothing_around_it() -> None:
     for found in (during, after, surroundings()):
         for name, value in before.items():
             assert found[name] == value, name
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_preemptions_are_counted_for_the_request_and_not_for_its_row(depth: int) -> None:
+    """Later requests have the rows of earlier ones that were preempted."""
+    jobs = [Job(make_request(i, [3 + i] * 15, 12)) for i in range(3)]
+    jobs += [Job(make_request(i, [3 + i], 3), at_step=60 + 10 * i) for i in range(3, 6)]
+    outcome = run_jobs(jobs, HashModel(), depth=depth, num_blocks=8, max_num_seqs=3, block_size=8)
+    counts = [end.num_preemptions for _, end in sorted(outcome.finished.items())]
+    assert sum(counts[:3]) == outcome.stats.preemptions > 0
+    assert counts[3:] == [0, 0, 0]

@@ -242,6 +242,24 @@ class PromptEngine(SteppedEngine):
         super()._take(message)
 
 
+def check_scores(model: HashModel, jobs: list[Job], all_scores: dict[int, list[Any]]) -> None:
+    """Each token of a prompt but the first has the log-probabilities of the model, once and in order."""
+    for job in jobs:
+        made, prompt = job.request, job.request.prompt_token_ids.tolist()
+        scores = all_scores.get(made.id, [])
+        if made.prompt_logprobs is None:
+            assert not scores
+            continue
+        assert [position for position, _ in scores] == list(range(1, len(prompt)))
+        for position, words in scores:
+            x = model.logits(sequence_hash(prompt[:position])).double().numpy()
+            chosen, rank, ids, values = expected_record(x, prompt[position], made.prompt_logprobs)
+            floats = words.view(np.float32)
+            assert (words[Record.RANK], words[Record.IDS :][: len(ids)].tolist()) == (rank, ids)
+            np.testing.assert_allclose(floats[Record.LOGPROB], chosen, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(floats[Record.LOGPROBS :][: len(ids)], values, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("depth", [1, 3])
 def test_logprobs_of_prompts(seed: int, depth: int) -> None:
@@ -261,17 +279,36 @@ def test_logprobs_of_prompts(seed: int, depth: int) -> None:
     assert outcome.tokens() == {job.request.id: truth(model, job) for job in jobs}
     assert scheduler.pool.available == scheduler.pool.capacity
     assert all(plan.num_seqs <= 4 for plan in outcome.plans)
-    for job in jobs:
-        made, prompt = job.request, job.request.prompt_token_ids.tolist()
-        scores = engine.scores.get(made.id, [])
-        if made.prompt_logprobs is None:
-            assert not scores
-            continue
-        assert [position for position, _ in scores] == list(range(1, len(prompt)))
-        for position, words in scores:
-            x = model.logits(sequence_hash(prompt[:position])).double().numpy()
-            chosen, rank, ids, values = expected_record(x, prompt[position], made.prompt_logprobs)
-            floats = words.view(np.float32)
-            assert (words[Record.RANK], words[Record.IDS :][: len(ids)].tolist()) == (rank, ids)
-            np.testing.assert_allclose(floats[Record.LOGPROB], chosen, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(floats[Record.LOGPROBS :][: len(ids)], values, rtol=1e-4, atol=1e-5)
+    check_scores(model, jobs, engine.scores)
+
+
+@pytest.mark.parametrize("budget", [4, 32])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_prompt_that_is_preempted_while_it_is_scored(depth: int, budget: int) -> None:
+    """Older requests grow into its blocks; what was scored is not told twice, and nothing is left out."""
+    from gapless.device.cpu import CpuDevice
+
+    model = HashModel(VOCAB, peaked=False)
+    jobs = [Job(request(i, [3 + i, 9, 9], 37)) for i in range(2)]
+    for i in (2, 3):
+        scored = request(i, [(7 * i + 5 * j) % 50 + 2 for j in range(40)], 4, **({"logprobs": 1} if i == 2 else {}))
+        scored.prompt_logprobs = 3
+        jobs.append(Job(scored, at_step=3 * i))
+    scheduler, runner = make_parts(
+        model, CpuDevice(), depth=depth, num_blocks=12, max_num_batched_tokens=budget, enable_prefix_caching=False
+    )
+    engine = PromptEngine(list(jobs), scheduler, runner, depth, check=True)
+    engine.scores: dict[int, list[Any]] = {}  # type: ignore[misc]
+    half_scored = 0
+
+    def preempt(row: int, builder: Any) -> None:
+        nonlocal half_scored
+        rows = scheduler.rows
+        half_scored += bool(0 < rows.scored[row] < rows.to_score[row])
+        wrapped(row, builder)
+
+    wrapped, scheduler.roster.preempt = scheduler.roster.preempt, preempt  # type: ignore[method-assign]
+    outcome = engine.run()
+    assert half_scored, "nothing was preempted while it was scored"
+    assert outcome.tokens() == {job.request.id: truth(model, job) for job in jobs}
+    check_scores(model, jobs, engine.scores)

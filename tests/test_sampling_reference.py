@@ -12,7 +12,7 @@ import torch
 from gapless.batch.row_layout import RowLayout
 from gapless.batch.row_params import Feature, Word
 from gapless.sampling.philox import Purpose, philox, uniform
-from gapless.sampling.reference import draw, sample, sample_and_store
+from gapless.sampling.reference import _CANDIDATES, draw, sample, sample_and_store
 
 F64 = npt.NDArray[np.float64]
 ALL = Feature.SAMPLE | Feature.FILTER | Feature.MIN_TOKENS
@@ -136,6 +136,18 @@ def test_equals_brute_force(vocab: int) -> None:
         got = sample(logits, *params(rows), ALL).tolist()
         for s, row in enumerate(rows):
             assert got[s] in oracle(logits[s].double().numpy(), row, 1e-6), (seed, s, row)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.99])
+@pytest.mark.parametrize("top_k", [_CANDIDATES - 1, _CANDIDATES, _CANDIDATES + 1, _CANDIDATES + 2, 399])
+def test_top_k_about_the_number_of_candidates(top_k: int, top_p: float) -> None:
+    """In a larger vocabulary, with logits so flat that the last of the kept ones is drawn now and then."""
+    torch.manual_seed(0)
+    logits = torch.rand(1, 400) * 0.01
+    row = Row(top_k=top_k, top_p=top_p, temperature=1.0)
+    weights = kept_weights(logits[0].double().numpy(), row)
+    assert weights is not None
+    assert reached(logits, row, 8_000) == set(np.flatnonzero(weights).tolist())
 
 
 def reached(logits: torch.Tensor, row: Row, count: int) -> set[int]:

@@ -16,7 +16,7 @@ import pytest
 
 from engines import model, options, tokenizer, wait_until
 from gapless import LLM, SamplingParams
-from live_server import LiveServer
+from live_server import LiveServer, serving
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 TALK = [{"role": "user", "content": "hello"}]
@@ -209,6 +209,43 @@ def test_stream_of_chat(server: LiveServer, expected: dict[str, Any]) -> None:
         assert own[-1]["finish_reason"] == "length"
         assert 2 <= len(own) <= 10  # a late task sends several tokens at once
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+
+
+def test_stream_of_chat_with_drafts() -> None:
+    """Several tokens of a step are one event: text, log-probabilities and usage add up to the whole answer's."""
+    few = {str(token): 100.0 for token in (40, 41)}  # text that repeats itself, so that drafts are right
+    body = {"messages": TALK, "max_tokens": 30, "logit_bias": few, "logprobs": True, "n": 2, "seed": 1, **GREEDY}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "min_ngram": 1}
+    with serving(engine={"speculative": drafts}) as live:
+        whole = live.post("/v1/chat/completions", body).json()
+        *chunks, last = live.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+        accepted = live.process.engine.built.scheduler._drafting.stats.accepted
+    assert sum(accepted) > 20
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 60
+    assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    for i, choice in enumerate(whole["choices"]):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == i]
+        assert "".join(c["delta"].get("content") or "" for c in own) == choice["message"]["content"]
+        scored = [token for c in own if c["logprobs"] for token in c["logprobs"]["content"]]
+        alone = choice["logprobs"]["content"]
+        assert [token["token"] for token in scored] == [token["token"] for token in alone]
+        assert [token["logprob"] for token in scored] == pytest.approx([token["logprob"] for token in alone], abs=1e-4)
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["length"]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_usage_of_a_stream_with_drafts(plain: bool) -> None:
+    """Also on the way of events that hold nothing but text, and where usage goes with every event."""
+    few = {str(token): 100.0 for token in (40, 41)}
+    options = {"include_usage": True, **({} if plain else {"continuous_usage_stats": True})}
+    body = {"messages": TALK, "max_tokens": 30, "logit_bias": few, "stream_options": options, **GREEDY}
+    with serving(engine={"speculative": {"method": "ngram", "num_speculative_tokens": 3, "min_ngram": 1}}) as live:
+        *chunks, last = live.stream("/v1/chat/completions", body)
+    assert last["usage"]["completion_tokens"] == 30
+    if not plain:
+        counted = [c["usage"]["completion_tokens"] for c in chunks]
+        assert counted == sorted(counted)
+        assert counted[-1] == 30
 
 
 def test_chat_logprobs(server: LiveServer) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gapless.request.outputs import CompletionOutput
+from gapless.request.outputs import CompletionOutput, RequestOutput
 from gapless.server.answer import Answer, AnswerForm, Pieces
-from gapless.server.chat import Call
+from gapless.server.chat import Call, _Events
+from gapless.server.protocol import ChatRequest
 from gapless.server.reasoning import starts_inside
 from gapless.server.responses import _Writer, to_chat
 from gapless.server.responses_protocol import ResponsesRequest
@@ -100,6 +101,33 @@ def test_reasoning(text: str, inside: bool, reasoning: str, content: str) -> Non
     for way in ([text], list(text) or [""], *(pieces_of(text, rng) for _ in range(20))):
         found = run(AnswerForm(reasoning=True, inside=inside), way)
         assert (found.reasoning, found.content) == (reasoning, content), way
+
+
+@pytest.mark.parametrize("between", ["", "\n", " and "])
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+def test_calls_of_a_stream_are_numbered_however_they_come(form: str, between: str) -> None:
+    """Clients put the pieces of calls together by their index: it goes on from one event to the next."""
+    text = {
+        "hermes": f"Wait.<tool_call>{CALL}</tool_call>{between}<tool_call>{OTHER}</tool_call>",
+        "llama": f"{CALL};{OTHER}",
+        "mistral": f"Wait.[TOOL_CALLS][{CALL}, {OTHER}]",
+    }[form]
+    for way in ([text], list(text), [text[: text.index(OTHER)], text[text.index(OTHER) :]]):
+        body = ChatRequest(messages=[], stream=True)
+        call = Call("id", "m", 0, body, EncodedPrompt(None, np.array([5], np.int32)), AnswerForm(NAMES, form), None)
+        events = _Events(call)
+        raw = b""
+        for i, piece in enumerate(way):
+            last = i == len(way) - 1
+            made = CompletionOutput(0, piece, [i], "stop" if last else None)
+            raw += events.take({0: RequestOutput("id", None, [5], [made], finished=last)})
+        chunks = [json.loads(line[6:])["choices"][0] for line in raw.decode().split("\n\n") if line]
+        calls = [found for chunk in chunks for found in chunk["delta"].get("tool_calls") or ()]
+        assert [(c["index"], c["function"]["name"]) for c in calls] == [(0, "weather"), (1, "time")], way
+        assert len({c["id"] for c in calls}) == 2
+        content = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+        assert content == run(AnswerForm(NAMES, form), way).content
+        assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["tool_calls"]
 
 
 def test_items_of_a_response() -> None:

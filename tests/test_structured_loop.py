@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from gapless.batch.row_layout import RowLayout
+from gapless.grammar.matcher import Grammar, fill_masks
 from gapless.request.outputs import FinishReason
 from gapless.runner.masks import ROWS_AT, apply_masks, mask_inputs
-from grammars import EOS, VOCAB, constrain, expected, regex, schema, text
+from grammars import CHARACTERS, EOS, VOCAB, allowed, constrain, expected, matcher, regex, schema, text
 from proof.choosers import RandomChooser
 from proof.explore import explore_states
 from proof.fast_kernels import FastHashModel
@@ -239,3 +240,26 @@ def test_masks_reach_their_rows_and_no_other() -> None:
     assert torch.equal(allowed[[4, 0, 2]], inputs.masks[:3])
     assert not allowed[[1, 3, 5]].any()
     assert not arena[: layout.allowed_at].any()
+
+
+@pytest.mark.parametrize("failing", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_masks_stand_in_the_rows_of_their_grammars(failing: tuple[int, ...]) -> None:
+    """Whichever of several has failed: the others' masks are those of each grammar alone."""
+    words = [regex("ab"), regex("[0-9]x"), regex("(cd|e)*")]
+    said = [[CHARACTERS.index(c) + 2] for c in ("a", "7", "c")]
+    grammars = [Grammar(matcher(word)) for word in words]
+    outputs = [np.array(BAD_START if i in failing else said[i], np.int32) for i in range(3)]
+    masks = np.zeros((3, 2), np.int32)
+    ends = fill_masks(grammars, outputs, masks)
+    for i, mask in enumerate(masks):
+        if i in failing:
+            assert ends[i] is not None
+            assert ends[i].reason is FinishReason.ERROR
+            assert (mask == -1).all()
+        else:
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+            assert ends[i] is None
+            assert np.flatnonzero(bits).tolist() == allowed(words[i], said[i])
+
+
+BAD_START = [CHARACTERS.index("z") + 2]  # which none of these grammars allows

@@ -122,6 +122,21 @@ def test_a_long_run_of_byte_tokens_streams(make: Make) -> None:
     assert "".join(pieces(tokenizer, broken)) == "🙂" * 9 + "\ufffd"
 
 
+@pytest.mark.parametrize("make", [llama_like, unigram])
+@pytest.mark.parametrize("count", [MAX_HELD_BYTES - 1, MAX_HELD_BYTES, MAX_HELD_BYTES + 1, MAX_HELD_BYTES + 3, 50])
+def test_a_long_run_that_ends_inside_a_character_before_text(make: Make, count: int) -> None:
+    """The incomplete character is told as such, before the text that follows and not never."""
+    tokenizer = make()
+    got = pieces(tokenizer, byte_ids(tokenizer, ("🙂" * 20).encode()[:count]) + encode(tokenizer, "hello"))
+    text = "".join(got)
+    assert text.endswith("hello")
+    if count > MAX_HELD_BYTES:
+        assert text.split("\ufffd")[0] == "🙂" * (count // 4)
+        assert ("\ufffd" in text) == bool(count % 4)
+    else:
+        assert text == whole(tokenizer, byte_ids(tokenizer, ("🙂" * 20).encode()[:count]) + encode(tokenizer, "hello"))
+
+
 @pytest.mark.parametrize("make", [*FAST, slow_bytes])
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_prompt_that_ends_inside_a_character(make: Make, cut: int) -> None:
