@@ -88,9 +88,9 @@ class Watch:
 
         def watched_commit(result: StepResult) -> None:
             plan = result.plan
-            if plan.width > 1:
+            if plan.query_width > 1:
                 for row, drawn in zip(plan.rows.tolist(), result.tokens.tolist(), strict=True):
-                    if drawn[plan.width] > 1:
+                    if drawn[plan.query_width] > 1:
                         self.met[int(self.rows.ids[row])].add("drafts")
             commit(result)
 

@@ -307,7 +307,7 @@ def test_a_prompt_that_is_preempted_while_it_is_scored(depth: int, budget: int) 
         half_scored += bool(0 < rows.scored[row] < rows.to_score[row])
         wrapped(row, builder)
 
-    wrapped, scheduler.roster.preempt = scheduler.roster.preempt, preempt  # type: ignore[method-assign]
+    wrapped, scheduler.states.preempt = scheduler.states.preempt, preempt  # type: ignore[method-assign]
     outcome = engine.run()
     assert half_scored, "nothing was preempted while it was scored"
     assert outcome.tokens() == {job.request.id: truth(model, job) for job in jobs}

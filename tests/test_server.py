@@ -219,7 +219,7 @@ def test_stream_of_chat_with_drafts() -> None:
     with serving(engine={"speculative": drafts}) as live:
         whole = live.post("/v1/chat/completions", body).json()
         *chunks, last = live.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
-        accepted = live.process.engine.built.scheduler._drafting.stats.accepted
+        accepted = live.process.engine.built.scheduler.stats.drafts.accepted
     assert sum(accepted) > 20
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 60
     assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
