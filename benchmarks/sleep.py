@@ -105,7 +105,7 @@ def measure(llm: gapless.LLM, device: torch.device, rounds: int, level: int, *, 
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
     want = generate()
-    state = {n: t.clone() for n, t in llm._client._built.weights._tensors.items()}  # type: ignore[union-attr]
+    state = {n: t.clone() for n, t in llm._client._built.runner.weights._tensors.items()}  # type: ignore[union-attr]
     rows = []
     for round in range(rounds):
         awake = used(device)

@@ -31,7 +31,6 @@ from gapless.request.outputs import FinishReason
 from gapless.request.request import Request
 from gapless.runner.runner import Runner
 from gapless.runner.shapes import EXACT
-from gapless.runner.sleep import put_to_sleep, wake
 from gapless.sampling.reference import sample
 from gapless.scheduler.scheduler import Scheduler
 from gapless.speculative.base import Speculation
@@ -155,10 +154,10 @@ class Sleeper:
         self.runner = runner
 
     def sleep(self, level: int) -> None:
-        put_to_sleep(self.runner)
+        self.runner.sleep(1)
 
     def wake(self) -> None:
-        wake(self.runner)
+        self.runner.wake()
 
 
 def by_turns() -> Any:

@@ -147,8 +147,8 @@ def test_a_grammars_process_ends_with_a_forgotten_engine() -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "gapless.engine.build.Scheduler",
-        "gapless.engine.build.Engine",
+        "gapless.engine.assemble.Scheduler",
+        "gapless.engine.assemble.Engine",
         "gapless.engine.adapters.LoadedAdapters",
         "gapless.engine.lifetime.weakref.finalize",
         "gapless.runner.runner.State",

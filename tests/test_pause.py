@@ -311,7 +311,7 @@ def test_a_call_that_must_wait_says_so(caplog: pytest.LogCaptureFixture) -> None
 def test_weights_cannot_change_under_level_2() -> None:
     """The store's own check; only a GPU really moves them."""
     with LLM(**options()) as llm:
-        store = llm._client._built.weights
+        store = llm._client._built.runner.weights
         assert store is not None
         store._host.append((None, None))  # type: ignore[arg-type]
         with pytest.raises(WeightError, match=r"call wake\(\) first"):

@@ -92,7 +92,7 @@ def test_replaced_storage_is_copied_to_the_old_address() -> None:
     model = tiny("qwen3")
     other = tiny("qwen3", seed=7)
     with engine_of(model) as llm:
-        weights = llm._client._built.weights
+        weights = llm._client._built.runner.weights
         assert weights is not None
         addresses = {name: t.data_ptr() for name, t in weights._tensors.items()}
         model.model.layers[0].self_attn.q_proj.weight.data = other.model.layers[0].self_attn.q_proj.weight.data

@@ -18,12 +18,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gapless.device.modes import plain_modes
 from gapless.engine.engine import Engine
 from gapless.errors import AdapterError, RequestError, did_you_mean
 from gapless.lora.folder import read_adapter
 from gapless.request.request import LoraRef
-from gapless.runner.lora_memory import LoraMemory
+from gapless.runner.base import StepRunner
 from gapless.scheduler.scheduler import Scheduler
 
 OFF = "this engine was started without enable_lora=True"
@@ -33,13 +32,14 @@ class LoadedAdapters:
     """See the module.
 
     Args:
-        memory: of the engine's runner; None if it runs without adapters.
+        runner: of the engine.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, memory: LoraMemory | None) -> None:
+    def __init__(self, engine: Engine, scheduler: Scheduler, runner: StepRunner) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._memory = memory
+        self._runner = runner
+        self._slots = runner.lora_slots
         self._ids = itertools.count(1)
         self._names: dict[str, LoraRef] = {}
         self._unloaded: list[LoraRef] = []  # their slots are free as soon as no request runs with them
@@ -59,25 +59,25 @@ class LoadedAdapters:
             AdapterError: the folder, its options or its shapes do not do, the name is taken, or no slot is free.
             EngineDeadError, EngineClosedError: no more work is taken.
         """
-        memory = self._memory
-        if memory is None:
+        runner = self._runner
+        if not self._slots:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {OFF}")
         if not isinstance(name, str) or not name:
             raise AdapterError(f"name={name!r} is not allowed: a string that is not empty")
         if not isinstance(path, (str, os.PathLike)):
             raise AdapterError(f"path={path!r} is not allowed: a folder that PEFT saved")
         self._engine.raise_if_dead()
-        with self._loading, plain_modes():
+        with self._loading:
             self._refuse_taken(name)
             adapter = read_adapter(path)
             try:
-                memory.bank.check(adapter)
+                runner.check_lora(adapter)
             except AdapterError as error:
                 raise AdapterError(f"adapter {str(path)!r}: {error}") from None
             with self._lock:
-                slot = self._free_slot(memory.bank.slots)
-            memory.stage(adapter)
-            self._engine.call(lambda: memory.load(slot))
+                slot = self._free_slot(self._slots)
+            runner.stage_lora(adapter)
+            self._engine.call(lambda: runner.load_lora(slot))
             with self._lock:
                 self._names[name] = LoraRef(next(self._ids), slot, name)
 
@@ -108,7 +108,7 @@ class LoadedAdapters:
 
     def refuse_unknown(self, name: object) -> None:
         """Raise `RequestError` for a name that is not loaded; for use within `locked`."""
-        if self._memory is None:
+        if not self._slots:
             raise RequestError(f"lora={name!r} is not allowed: {OFF}")
         if not isinstance(name, str):
             raise RequestError(f"lora={name!r} is not allowed: the name of a loaded adapter, or None")

@@ -1,4 +1,4 @@
-"""From options to an engine: load the model, size the KV cache, capture, wire the parts. Runs once, at start."""
+"""From options to an engine, over a worker in this process: load the model, open its runner. Runs once, at start."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import dataclasses
 import gc
 import importlib
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gapless.batch.row_layout import RowLayout
-from gapless.batch.row_params import COMBINATIONS
-from gapless.cache.groups import KVGroup, group_windows, kv_groups
-from gapless.cache.sizing import given_blocks, split_memory
-from gapless.cache.spec import KVSpec, LayerSpec, StateSpec, format_key, kept_as
+from gapless.cache.groups import group_windows, kv_groups
+from gapless.cache.spec import KVSpec, LayerSpec, StateSpec, kept_as
 from gapless.config import EngineConfig
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice
 from gapless.device.modes import plain_modes
-from gapless.engine.engine import Engine
+from gapless.engine.assemble import GIB, Built, Progress, assemble
 from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.grammar.compiler import available
 from gapless.lora.bank import AdapterBank
@@ -33,38 +29,14 @@ from gapless.model.base import CausalModel
 from gapless.model.weights import Weights
 from gapless.request.messages import StepMessage
 from gapless.runner.kernels import reference_kernels, triton_kernels
-from gapless.runner.keys import Key
 from gapless.runner.runner import Runner
 from gapless.runner.shapes import EXACT, graph_shapes
-from gapless.scheduler.scheduler import Scheduler
 from gapless.scheduler.step_builder import max_updates
 from gapless.speculative.base import Speculation
 from gapless.speculative.make import make_speculation
 
 logger = logging.getLogger("gapless")
 
-GIB = 2**30
-CPU_CACHE_BYTES = 4 * GIB
-"""Most that a KV cache takes in a laptop's memory unless told otherwise."""
-SPARE_BYTES = 512 * 2**20
-"""Left free on a GPU beside the share that the user gave: for the driver, and for what a capture still takes."""
-
-Progress = Callable[[list[Key]], Any]
-
-
-@dataclass(slots=True)
-class Built:
-    """An engine, not started yet, and what it was built from."""
-
-    engine: Engine
-    scheduler: Scheduler
-    runner: Runner
-    model: Any  # a CausalModel; None once the engine is closed
-    config: EngineConfig
-    layout: RowLayout
-    num_blocks: tuple[int, ...]  # of each group of layers, the null blocks among them
-    embeds_width: int = 0  # of the embeddings that prompts may bring
-    weights: Weights | None = None  # None for a `CausalModel` that was given, and once the engine is closed
 
 
 def resolve_device(name: str) -> torch.device:
@@ -112,119 +84,113 @@ def build(
 
         with EXCLUSIVE, plain_modes(), torch.cuda.device(device), _no_collection():
             try:
-                return _build(model, config, device, publish, on_death, check, progress)
-            except torch.OutOfMemoryError as error:
+                worker = LocalWorker(model, config, device)
+                return assemble(worker, publish, on_death, check=check, progress=progress)
+            except (torch.OutOfMemoryError, MemoryError) as error:
                 raise ConfigError(
                     f"out of memory on {device}: {_first_line(error)} Lower num_kv_blocks or kv_cache_memory_bytes if "
                     "you set them, else gpu_memory_utilization, max_num_seqs or max_num_batched_tokens; or the model "
                     "itself is too large for this device"
                 ) from error
     with plain_modes():
-        return _build(model, config, device, publish, on_death, check, progress)
+        return assemble(LocalWorker(model, config, device), publish, on_death, check=check, progress=progress)
 
 
-def _build(
-    source: str | Path | Any,
-    config: EngineConfig,
-    device: torch.device,
-    publish: Callable[[StepMessage], None],
-    on_death: Callable[[BaseException], None],
-    check: bool,
-    progress: Progress,
-) -> Built:
-    start = time.perf_counter()
-    model, weights = _model(source, config, device)
-    logger.info(
-        "%s: %.2f GiB of weights in %s, ready in %.1f s on %s",
-        model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."),
-        time.perf_counter() - start, device,
-    )  # fmt: skip
-    longest = model.max_position if config.max_model_len is None else config.max_model_len
-    if longest > model.max_position:
-        raise ConfigError(f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}")
-    config = dataclasses.replace(config, max_model_len=longest)
-    draft_model = _draft_model(config, model, device)
-    _check_states(model, config.num_drafts)
-    specs = model.kv_specs if draft_model is None else (*model.kv_specs, *draft_model.kv_specs)
-    windows = group_windows(specs, longest)
-    groups = kv_groups(specs, windows)
-    layout = RowLayout(
-        config.max_num_seqs, longest + config.num_drafts, config.block_size, model.vocab_size, windows
-    )
-    if config.enable_prefix_caching and not all(spec.paged for spec in model.kv_specs):
-        logger.info("prefix caching is off: %s has layers whose state cannot be cut at a position", model.name)
-        config = dataclasses.replace(config, enable_prefix_caching=False)
-    if layout.num_words >= 2**31:
-        raise ConfigError(
-            f"max_num_seqs={config.max_num_seqs} rows of max_model_len={longest} tokens need more than 2**31 words of "
-            "row state. Lower one of them"
+class LocalWorker:
+    """A `gapless.engine.assemble.Worker` in this process: the model is loaded and checked.
+
+    Args:
+        source, config: see `build`.
+        device: where the model goes, or lies.
+    """
+
+    def __init__(self, source: str | Path | Any, config: EngineConfig, device: torch.device) -> None:
+        start = time.perf_counter()
+        model, self._weights = _model(source, config, device)
+        self.model, self._device, self.on_gpu = model, device, device.type == "cuda"
+        logger.info(
+            "%s: %.2f GiB of weights in %s, ready in %.1f s on %s",
+            model.name, model.weight_bytes / GIB, str(model.dtype).removeprefix("torch."),
+            time.perf_counter() - start, device,
+        )  # fmt: skip
+        longest = model.max_position if config.max_model_len is None else config.max_model_len
+        if longest > model.max_position:
+            raise ConfigError(
+                f"max_model_len={longest} is more than the {model.max_position} positions of {model.name}"
+            )
+        config = dataclasses.replace(config, max_model_len=longest)
+        self._draft_model = _draft_model(config, model, device)
+        _check_states(model, config.num_drafts)
+        drafts = () if self._draft_model is None else self._draft_model.kv_specs
+        self.specs: tuple[LayerSpec, ...] = (*model.kv_specs, *drafts)
+        windows = group_windows(self.specs, longest)
+        self.groups = kv_groups(self.specs, windows)
+        self.layout = RowLayout(
+            config.max_num_seqs, longest + config.num_drafts, config.block_size, model.vocab_size, windows
         )
+        if config.enable_prefix_caching and not all(spec.paged for spec in model.kv_specs):
+            logger.info("prefix caching is off: %s has layers whose state cannot be cut at a position", model.name)
+            config = dataclasses.replace(config, enable_prefix_caching=False)
+        if self.layout.num_words >= 2**31:
+            raise ConfigError(
+                f"max_num_seqs={config.max_num_seqs} rows of max_model_len={longest} tokens need more than 2**31 words "
+                "of row state. Lower one of them"
+            )
+        self.config = config
+        self._bank = _adapters(model, config, device) if config.enable_lora else None
+        self.embeds_width = _embeds_width(model, config) if config.max_prompt_embeds else 0
 
-    bank = _adapters(model, config, device) if config.enable_lora else None
-    width = _embeds_width(model, config) if config.max_prompt_embeds else 0
-
-    def make_runner(blocks: int | tuple[int, ...]) -> Runner:
-        chosen: Device
-        if device.type == "cuda":
-            from gapless.device.cuda import CudaDevice
-
-            chosen = CudaDevice(device.index)
-            shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, capture=not config.enforce_eager)
-            kernels = triton_kernels()
-        else:
-            chosen, shapes, kernels = CpuDevice(), EXACT, reference_kernels()
-        speculation: Speculation | None = None
-        if config.speculative is not None:
-            on_gpu = device.type == "cuda"
-            speculation = make_speculation(config.speculative, kernels.sample, on_gpu=on_gpu, draft_model=draft_model)
+    def open(self, num_blocks: int | tuple[int, ...]) -> Runner:
+        """A runner on a device of its own."""
+        config, chosen = self.config, self._open_device()
         try:
+            if self.on_gpu:
+                shapes = graph_shapes(
+                    config.max_num_seqs, config.max_num_batched_tokens, capture=not config.enforce_eager
+                )
+                kernels = triton_kernels()
+            else:
+                shapes, kernels = EXACT, reference_kernels()
+            speculation: Speculation | None = None
+            if config.speculative is not None:
+                speculation = make_speculation(
+                    config.speculative, kernels.sample, on_gpu=self.on_gpu, draft_model=self._draft_model
+                )
             return Runner(
                 chosen,
-                model,
-                layout,
-                num_blocks=blocks,
+                self.model,
+                self.layout,
+                num_blocks=num_blocks,
                 depth=config.pipeline_depth,
                 max_num_tokens=config.max_num_batched_tokens,
-                max_updates=max_updates(config, layout),
+                max_updates=max_updates(config, self.layout),
                 kernels=kernels,
                 shapes=shapes,
                 processed_logprobs=config.logprobs_mode == "processed_logprobs",
                 masks=available(),
-                adapters=bank,
+                adapters=self._bank,
                 speculation=speculation,
-                embeds=(config.max_prompt_embeds, width),
+                embeds=(config.max_prompt_embeds, self.embeds_width),
+                weights=self._weights,
             )
         except BaseException as error:
             chosen.close()  # or its threads would stay
-            if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
+                raise MemoryError(str(error)) from error
+            if isinstance(error, (RuntimeError, MemoryError)):
                 raise ConfigError(
-                    f"the buffers for num_kv_blocks={blocks}, max_num_seqs={config.max_num_seqs} and "
+                    f"the buffers for num_kv_blocks={num_blocks}, max_num_seqs={config.max_num_seqs} and "
                     f"max_num_batched_tokens={config.max_num_batched_tokens} cannot be had: {_first_line(error)} "
                     "Lower the one that is too large"
                 ) from error
             raise
 
-    num_blocks = _num_blocks(config, groups, layout, device, make_runner)
-    runner = make_runner(num_blocks)
-    try:
-        if device.type == "cuda":
-            _capture(runner, device, progress, config.pipeline_depth)
-        scheduler = Scheduler(config, layout, num_blocks, prefix_root=format_key(specs))
-        engine = Engine(scheduler, runner, config.pipeline_depth, publish, on_death, check=check)
-    except BaseException:
-        runner.close()
-        raise
-    for group, pool in zip(groups, scheduler.blocks.pools, strict=True):
-        tokens, size = pool.capacity * config.block_size, config.block_size * group.bytes_per_token
-        kept = longest if group.window is None else group.window
-        logger.info(
-            "KV cache%s in %s: %d tokens in %d blocks of %d, %.2f GiB; %.1f requests of the full %d tokens fit at once",
-            "" if group.window is None else f" of {len(group.layers)} layers with a window", _formats(specs, group),
-            tokens, pool.capacity, config.block_size, pool.num_blocks * size / GIB, tokens / kept, kept,
-        )  # fmt: skip
-    if state := sum(spec.bytes_per_row for spec in model.kv_specs if isinstance(spec, StateSpec)):
-        logger.info("recurrent state: %.2f GiB for %d rows", layout.num_rows * state / GIB, config.max_num_seqs)
-    return Built(engine, scheduler, runner, model, config, layout, num_blocks, width, weights)
+    def _open_device(self) -> Device:
+        if not self.on_gpu:
+            return CpuDevice()
+        from gapless.device.cuda import CudaDevice
+
+        return CudaDevice(self._device.index)
 
 
 @contextlib.contextmanager
@@ -242,11 +208,6 @@ def _no_collection() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _formats(specs: Sequence[LayerSpec], group: KVGroup) -> str:
-    """In what the group's layers keep the past."""
-    return " and ".join(sorted({specs[i].dtype for i in group.layers})) or "nothing"
 
 
 def _model(source: Any, config: EngineConfig, device: torch.device) -> tuple[CausalModel, Weights | None]:
@@ -389,76 +350,3 @@ def _check_states(model: CausalModel, num_drafts: int) -> None:
             f"speculative.num_speculative_tokens={num_drafts}: {model.name} was made with states for {slots - 1} "
             "tokens that may be taken back. Make it with num_drafts as large, or hand in the transformers model"
         )
-
-
-def _num_blocks(
-    config: EngineConfig,
-    groups: tuple[KVGroup, ...],
-    layout: RowLayout,
-    device: torch.device,
-    make_runner: Callable[[int], Runner],
-) -> tuple[int, ...]:
-    """Blocks of each group's pool, the null blocks among them."""
-    sizes = {
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "block_size": config.block_size,
-    }
-    useful = layout.max_num_seqs * layout.max_blocks + 1  # every row at full length
-    if config.num_kv_blocks is not None:
-        return given_blocks(groups, config.num_kv_blocks, **sizes)
-    if config.kv_cache_memory_bytes is not None:
-        budget, what = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-    elif device.type == "cuda":
-        budget, what = _free_after_trial(config, device, make_runner), "gpu_memory_utilization"
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget, what = min(CPU_CACHE_BYTES, free // 4), "kv_cache_memory_bytes"
-    counts = split_memory(groups, max(budget, 0), **sizes, most=useful)
-    if min(counts) < 2:
-        size = config.block_size * sum(group.bytes_per_token for group in groups)
-        raise ConfigError(
-            f"{what} leaves {budget / GIB:.2f} GiB for the KV cache, but one block of {config.block_size} tokens takes "
-            f"{size / GIB:.3f} GiB. Raise {what}, or lower max_num_batched_tokens={config.max_num_batched_tokens} or "
-            f"max_num_seqs={config.max_num_seqs}"
-        )
-    return counts
-
-
-def _free_after_trial(config: EngineConfig, device: torch.device, make_runner: Callable[[int], Runner]) -> int:
-    """Bytes for the KV pool: capture the largest graphs on a tiny pool, see what they took, and drop them."""
-    runner = None
-    try:
-        runner = make_runner(2)
-        keys = runner.graph_keys()
-        largest = [key for key in keys if key.part == "sample" and key.features == COMBINATIONS[-1]][:1]
-        runner.capture(keys[:1] + [key for key in keys if key.decode_only][:1] + largest)
-        torch.cuda.empty_cache()  # what the runs before each capture took does not stay
-        free, total = torch.cuda.mem_get_info(device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"out of memory at the largest step, of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} "
-            f"requests. Lower max_num_batched_tokens (try {config.max_num_batched_tokens // 2}) or max_num_seqs (try "
-            f"{max(config.max_num_seqs // 2, 1)})"
-        ) from error
-    finally:
-        if runner is not None:
-            runner.close()
-    used = total - free
-    return int(total * config.gpu_memory_utilization) - used - SPARE_BYTES
-
-
-def _capture(runner: Runner, device: torch.device, progress: Progress, depth: int) -> None:
-    start, before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-    keys = runner.graph_keys()
-    try:
-        runner.capture(keys, progress)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            "out of memory while capturing: lower gpu_memory_utilization by 0.05, or use enforce_eager"
-        ) from error
-    torch.cuda.empty_cache()
-    logger.info(
-        "%d graphs for %d slots in %.1f s, %.2f GiB",
-        len(keys) * depth, depth, time.perf_counter() - start, (before - torch.cuda.mem_get_info(device)[0]) / GIB,
-    )  # fmt: skip

@@ -25,7 +25,7 @@ from gapless.engine.control import PauseMode
 from gapless.engine.lifetime import Lifetime
 from gapless.engine.open_groups import OpenGroups
 from gapless.engine.stats import EngineStats
-from gapless.errors import ConfigError, RequestError, WeightError, naming_prompt
+from gapless.errors import ConfigError, RequestError, naming_prompt
 from gapless.grammar.compiler import GrammarCompiler
 from gapless.request.messages import StepMessage
 from gapless.request.outputs import FinishReason, RequestOutput
@@ -38,8 +38,8 @@ from gapless.text.outputs import OutputMode, OutputProcessor, RequestGroup
 from gapless.text.vocabulary import bad_word_ids, check_vocabulary
 
 if TYPE_CHECKING:
-    from gapless.engine.build import Built, Progress
-    from gapless.model.weights import Named, WeightUpdate
+    from gapless.engine.assemble import Built, Progress
+    from gapless.model.weights import Named
     from gapless.runner.keys import Key
 
 logger = logging.getLogger("gapless")
@@ -129,7 +129,7 @@ class EngineClient:
 
         self._life = Lifetime(self._built, self._messages, self._outputs)
         try:
-            self.adapters = LoadedAdapters(self._engine, self._scheduler, self._built.runner.lora)
+            self.adapters = LoadedAdapters(self._engine, self._scheduler, self._built.runner)
             self._life.start(self)
         except BaseException:
             self._life.close()
@@ -327,29 +327,18 @@ class EngineClient:
         """Forget all cached prefixes; see `LLM.reset_prefix_cache`."""
         self._engine.call(self._scheduler.reset_prefix_cache)
 
-    def prepare_weights(self, weights: Named | None) -> WeightUpdate:
+    def prepare_weights(self, weights: Named | None) -> Any:
         """Check new weights, on the thread whose CUDA streams they were made on; see `LLM.update_weights`."""
         self._engine.raise_if_dead()
-        store = self._built.weights
-        if store is not None:
-            from gapless.device.modes import plain_modes  # late, as above
+        return self._built.runner.prepare_weights(weights)
 
-            with plain_modes():
-                return store.prepare(weights)
-        if weights is not None:
-            raise WeightError(f"{type(self.model).__name__} is no transformers model: change its weights yourself")
-        return WeightUpdate(())
-
-    def update_weights(self, update: WeightUpdate, *, recompute: bool) -> int:
+    def update_weights(self, update: Any, *, recompute: bool) -> int:
         """Put checked weights in place; see `LLM.update_weights`. From any thread."""
         if not isinstance(recompute, bool):
             raise ConfigError(f"recompute={recompute!r} is not allowed: True or False")
-        store = self._built.weights
 
         def change() -> int:
-            if store is not None and store.asleep:
-                raise WeightError("the weights are on the host since sleep(level=2): call wake() first")
-            self._built.runner.run_alone(update.apply, "weights")
+            self._built.runner.update_weights(update)
             return self._scheduler.new_weights(recompute=recompute)
 
         return self._engine.alone(change)

@@ -24,7 +24,7 @@ PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "abort", "finish")
 
 
 class Sleeper(Protocol):
-    """Gives memory back and takes it again; see `gapless.runner.sleep`."""
+    """Gives memory back and takes it again; see `gapless.runner.base.StepRunner`."""
 
     def sleep(self, level: int) -> None: ...
     def wake(self) -> None: ...

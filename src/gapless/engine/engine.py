@@ -15,53 +15,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gapless.batch.plan import StepPlan
-from gapless.batch.row_layout import I32
-from gapless.device.counts import CopyCounts
 from gapless.engine.control import Control
 from gapless.engine.stats import EngineStats
 from gapless.errors import EngineClosedError, EngineDeadError
 from gapless.request.messages import StepMessage
 from gapless.request.outputs import FinishReason
 from gapless.request.request import Request
+from gapless.runner.base import StepResult, StepRunner
 from gapless.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
 Observer = Callable[[str, float, float], None]
 """Is told of each phase as it ends, on the loop's thread: its name, or ``idle``; start and end by ``perf_counter``."""
-
-
-class StepResult(Protocol):
-    """A finished step. ``busy_ms`` is from its first to its last work on the device, ``idle_ms`` the gap before it,
-    ``mask_wait_ms`` a gap within it, which is not in ``busy_ms``."""
-
-    @property
-    def plan(self) -> StepPlan: ...
-    @property
-    def tokens(self) -> I32: ...
-    @property
-    def records(self) -> I32 | None: ...
-    @property
-    def busy_ms(self) -> float: ...
-    @property
-    def idle_ms(self) -> float: ...
-    @property
-    def mask_wait_ms(self) -> float: ...
-
-
-class StepRunner(Protocol):
-    """The pipeline as the loop sees it: `launch` and `sample` never block, `wait` is the only call that does."""
-
-    @property
-    def copies(self) -> CopyCounts: ...
-    def launch(self, plan: StepPlan) -> Any: ...
-    def sample(self, step: Any, write: Callable[[I32], I32]) -> None: ...
-    def wait(self, step: Any) -> StepResult: ...
-    def thread_context(self) -> contextlib.AbstractContextManager[None]: ...
-    def close(self) -> None: ...
-
 
 
 
@@ -145,7 +113,9 @@ class Engine:
 
     def _mask(self, step: Any) -> None:
         """The second half of a launch whose step has rows with grammars."""
-        self._runner.sample(step, self.scheduler.fill_masks)
+        with self._runner.masks(step) as lent:
+            lent.rows = self.scheduler.fill_masks(lent.masks)
+        self._runner.sample(step)
         self._lap("mask")
 
     def _wait(self, step: Any, starved: bool) -> StepResult:

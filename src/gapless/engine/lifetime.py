@@ -22,7 +22,7 @@ from gapless.request.messages import StepMessage
 from gapless.text.outputs import OutputProcessor
 
 if TYPE_CHECKING:
-    from gapless.engine.build import Built
+    from gapless.engine.assemble import Built
     from gapless.grammar.compiler import GrammarCompiler
 
 logger = logging.getLogger("gapless")
@@ -98,7 +98,7 @@ class Lifetime:
             if self._thread.is_alive():
                 logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
         self._outputs.fail(EngineClosedError("the engine was closed before this request ended"))
-        self.built.weights = self.built.model = None  # the weights go when nobody else holds them
+        self.built.model = None  # the weights go when nobody else holds them
 
     def _forgotten(self) -> None:
         if self.closed:

@@ -8,24 +8,7 @@ from gapless.engine.control import PAUSE_MODES, PauseMode
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gapless.engine.build import Built
-
-
-class _Sleeper:
-    """What the loop calls when it goes to sleep and wakes; see `gapless.engine.control.Sleeper`."""
-
-    def __init__(self, built: Built) -> None:
-        self._built = built
-
-    def sleep(self, level: int) -> None:
-        from gapless.runner.sleep import put_to_sleep  # late: who never sleeps needs no torch for it
-
-        put_to_sleep(self._built.runner, self._built.weights if level == 2 else None)
-
-    def wake(self) -> None:
-        from gapless.runner.sleep import wake
-
-        wake(self._built.runner, self._built.weights)
+    from gapless.engine.assemble import Built
 
 
 def pause(built: Built, mode: PauseMode) -> None:
@@ -53,10 +36,9 @@ def sleep(built: Built, level: int) -> None:
     if isinstance(level, bool) or level not in (1, 2):
         raise ConfigError(f"level={level!r} is not allowed: 1 (cache and graphs) or 2 (the weights too)")
     built.engine.raise_if_dead()
-    weights = built.weights
-    if level == 2 and (weights is None or not weights.owned):
+    if level == 2 and not built.runner.owns_weights:
         raise ConfigError("level=2 is not allowed: the model is yours, so move its weights yourself; or use level=1")
-    built.engine.ask(lambda done: built.engine.control.sleep(level, _Sleeper(built), done))
+    built.engine.ask(lambda done: built.engine.control.sleep(level, built.runner, done))
 
 
 def wake(built: Built) -> None:
@@ -65,4 +47,4 @@ def wake(built: Built) -> None:
     Raises:
         ConfigError: the memory is not there; the engine sleeps on.
     """
-    built.engine.call(lambda: built.engine.control.wake(_Sleeper(built)))
+    built.engine.call(lambda: built.engine.control.wake(built.runner))

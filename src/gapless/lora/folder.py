@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from gapless.device.modes import plain_modes
 from gapless.errors import AdapterError
 from gapless.lora.bank import LoraWeights
 from gapless.lora.config import WEIGHTS_FILE, LoraConfig, read_config
@@ -17,6 +18,7 @@ PREFIX = "base_model.model."
 _KEY = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
+@plain_modes()
 def read_adapter(path: str | Path) -> dict[str, LoraWeights]:
     """All matrices of an adapter, by the name of the linear layer; b is multiplied by the scaling, in fp32.
 

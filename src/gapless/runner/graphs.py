@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -115,16 +115,14 @@ class Graphs:
             drafts_draw=state.drafts is not None and state.drafts.proposer.samples,
         )
 
-    def capture(
-        self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter, *, run: bool = True
-    ) -> None:
+    def capture(self, keys: Sequence[Key], *, run: bool = True) -> None:
         """Run each key once, so that every kernel is compiled, and capture it for each slot.
 
         The slots hold zeros, that is a step of no tokens: all of it is padding. Without ``run`` the kernels must have
         been compiled, and what the slots hold does not matter.
         """
         with self._device.thread_context():
-            for key in progress(keys):
+            for key in keys:
                 for slot in self._slots:
                     work = self._build(key, slot)
                     if slot.index == 0 and run:

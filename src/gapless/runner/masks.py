@@ -11,7 +11,6 @@ for R = ``max_num_seqs`` and W = ``RowLayout.mask_words``. Only the used masks a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +52,14 @@ class MaskRegion:
         self.done = device.event()
         self.filling = Access(writes=(self.host,))
         self._words: I32 = self.host.numpy()
-        self._masks = self._words[self._at :].reshape(layout.max_num_seqs, layout.mask_words)
+        self.masks: I32 = self._words[self._at :].reshape(layout.max_num_seqs, layout.mask_words)
+        self.used = 0  # words that are to be copied
 
-    def fill(self, write: Callable[[I32], I32]) -> int:
-        """Let ``write`` put masks into ``[R, W]`` and return their rows; gives the words that are to be copied."""
-        rows = write(self._masks)
+    def name_rows(self, rows: I32) -> None:
+        """The first of the masks are of ``rows [n]``."""
         self._words[0] = len(rows)
         self._words[ROWS_AT : ROWS_AT + len(rows)] = rows
-        return self._at + len(rows) * self._layout.mask_words
+        self.used = self._at + len(rows) * self._layout.mask_words
 
 
 def apply_masks(inputs: MaskInputs, arena: torch.Tensor, layout: RowLayout) -> None:

@@ -15,6 +15,8 @@ masks by a second H2D copy, and enqueues the rest:
 In a step with drafts a third graph, ``draft``, comes before the forward, see `gapless.runner.draft_steps`. Copies and
 events are the same.
 
+The engine knows all this as a `gapless.runner.base.StepRunner`.
+
 `launch` never blocks. `wait` blocks on the d2h_done of one slot, and is the only place that does. What outlives a step
 is `State`'s, what is enqueued `Graphs`'; both hand addresses to nobody but the kernels.
 """
@@ -22,9 +24,13 @@ is `State`'s, what is enqueued `Graphs`'; both hand addresses to nobody but the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+import numpy as np
+import torch
 
 from gapless.batch.plan import SeqFlag, StepPlan
 from gapless.batch.row_layout import I32, RowLayout
@@ -32,9 +38,13 @@ from gapless.batch.row_params import Feature, covering
 from gapless.batch.slot_layout import slot_layout
 from gapless.device.base import NOTHING, Device, DeviceError, Event
 from gapless.device.counts import CopyCounts
-from gapless.lora.bank import AdapterBank
+from gapless.device.modes import plain_modes
+from gapless.errors import AdapterError, WeightError
+from gapless.lora.bank import AdapterBank, LoraWeights
 from gapless.model.base import CausalModel
+from gapless.model.weights import Named, Weights, WeightUpdate
 from gapless.runner import draft_steps
+from gapless.runner.base import MaskBuffer
 from gapless.runner.draft_steps import num_logits
 from gapless.runner.graphs import Graphs
 from gapless.runner.kernels import Kernels
@@ -42,9 +52,12 @@ from gapless.runner.keys import MASK, Key
 from gapless.runner.lora_memory import LoraMemory
 from gapless.runner.masks import MaskRegion
 from gapless.runner.shapes import Shapes
+from gapless.runner.sleep import Sleep
 from gapless.runner.slot import Ring, Slot
 from gapless.runner.state import State
 from gapless.speculative.base import Speculation
+
+NO_ROWS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,7 @@ class Runner:
         adapters: the model's, if requests may run with LoRA adapters.
         embeds: see `State`.
         speculation: drafts, or None; with them the layout has room for K tokens more than a request may have.
+        weights: the model's, if they can be changed and put to sleep.
     """
 
     def __init__(
@@ -121,8 +135,10 @@ class Runner:
         adapters: AdapterBank | None = None,
         speculation: Speculation | None = None,
         embeds: tuple[int, int] = (0, 0),
+        weights: Weights | None = None,
     ) -> None:
         self.device = device
+        self.weights = weights
         self.layout = layout
         self._shapes = shapes
         query_width = 1 if speculation is None else speculation.query_width
@@ -152,6 +168,7 @@ class Runner:
             shapes=shapes,
             processed_logprobs=processed_logprobs,
         )
+        self._sleep = Sleep(device, self.state, self.graphs, weights)
         # One more than slots: the end of the step before is still needed when a step has been waited for.
         self._watches = [Stopwatch(*(device.event(timing=True) for _ in range(4))) for _ in range(depth + 1)]
         self._last: Stopwatch | None = None
@@ -191,11 +208,19 @@ class Runner:
             watch.forward_done.record(device.compute)
         return step
 
-    def sample(self, step: StepInFlight, write: Callable[[I32], I32]) -> None:
-        """Enqueue what `launch` has left out. ``write`` is called while the forward runs; see `MaskRegion.fill`."""
+    @contextlib.contextmanager
+    def masks(self, step: StepInFlight) -> Iterator[MaskBuffer]:
+        """Lends the slot's own masks, which are filled while the forward runs."""
+        region = self._masks[step.slot.index]
+        with self.device.host_access(region.filling, "masks"):
+            lent = MaskBuffer(region.masks, NO_ROWS)
+            yield lent
+            region.name_rows(lent.rows)
+
+    def sample(self, step: StepInFlight) -> None:
+        """Enqueue what `launch` has left out."""
         device, masks, watch = self.device, self._masks[step.slot.index], step.watch
-        with device.host_access(masks.filling, "masks"):
-            used = masks.fill(write)
+        used = masks.used
         device.copy_h2d(masks.device[:used], masks.host[:used], "masks")
         masks.done.record(device.h2d)
         masks.done.wait(device.compute)
@@ -241,34 +266,84 @@ class Runner:
         """Of the device, counted on."""
         return self.device.copies
 
-    # ---- between steps --------------------------------------------------------------------------------------------
+    # ---- adapters -------------------------------------------------------------------------------------------------
 
-    def run_alone(self, work: Callable[[], None], name: str) -> None:
-        """Run ``work`` on the compute stream and wait for it. Only while no step is in flight."""
-        self.device.launch(work, NOTHING, name)
+    @property
+    def lora_slots(self) -> int:
+        """How many adapters fit."""
+        return 0 if self.lora is None else self.lora.bank.slots
+
+    def check_lora(self, adapter: Mapping[str, LoraWeights]) -> None:
+        """See `AdapterBank.check`."""
+        self._adapters.bank.check(adapter)
+
+    def stage_lora(self, adapter: Mapping[str, LoraWeights]) -> None:
+        """See `LoraMemory.stage`."""
+        with plain_modes():
+            self._adapters.stage(adapter)
+
+    def load_lora(self, slot: int) -> None:
+        """See `LoraMemory.load`."""
+        self._adapters.load(slot)
+
+    @property
+    def _adapters(self) -> LoraMemory:
+        if self.lora is None:
+            raise AdapterError("this engine was started without enable_lora=True")
+        return self.lora
+
+    # ---- weights and memory, while no step is in flight -----------------------------------------------------------
+
+    @property
+    def owns_weights(self) -> bool:
+        """No caller shares them."""
+        return self.weights is not None and self.weights.owned
+
+    def prepare_weights(self, weights: Named | None) -> WeightUpdate:
+        """See `Weights.prepare`; for another thread."""
+        if self.weights is None:
+            if weights is not None:
+                kind = type(self.graphs.model).__name__
+                raise WeightError(f"{kind} is no transformers model: change its weights yourself")
+            return WeightUpdate(())
+        with plain_modes():
+            return self.weights.prepare(weights)
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """On the compute stream, and waited for."""
+        if self.weights is not None and self.weights.asleep:
+            raise WeightError("the weights are on the host since sleep(level=2): call wake() first")
+        self.device.launch(update.apply, NOTHING, "weights")
         self.device.synchronize()
 
-    def drop_memory(self) -> None:
-        """Let go of the graphs and of the KV pool. Only while no step is in flight; see `gapless.runner.sleep`."""
-        self.device.synchronize()
-        self.graphs.drop()
-        self.state.drop_pools()
+    def sleep(self, level: int) -> None:
+        """See `gapless.runner.sleep`."""
+        self._sleep.sleep(level)
 
-    def take_memory(self) -> None:
-        """Take the KV pool again, and capture what was captured at start."""
-        self.state.take_pools()
-        self.graphs.bind()
-        self.graphs.capture_again()
+    def wake(self) -> None:
+        """See `gapless.runner.sleep`."""
+        self._sleep.wake()
 
     # ---- start and end --------------------------------------------------------------------------------------------
 
     def graph_keys(self) -> list[Key]:
-        """See `gapless.runner.keys.graph_keys`."""
-        return self.graphs.keys()
+        """See `gapless.runner.keys.graph_keys`; nothing where sizes are exact."""
+        return self.graphs.keys() if self._shapes.seq_buckets else []
 
-    def capture(self, keys: list[Key], progress: Callable[[list[Key]], Iterable[Key]] = iter) -> None:
+    def capture(self, keys: Sequence[Key]) -> None:
         """See `Graphs.capture`."""
-        self.graphs.capture(keys, progress)
+        try:
+            self.graphs.capture(keys)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def memory(self) -> tuple[int, int]:
+        """Free and all, once what the runs before captures took is given back."""
+        if self.device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.device.torch_device)
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def thread_context(self) -> AbstractContextManager[None]:
         """Entered by the loop's thread."""
@@ -283,5 +358,6 @@ class Runner:
         self.graphs.drop()
         if self.lora is not None:
             self.lora.close()
-        del self._ring, self._masks, self.state, self.graphs
+        del self._ring, self._masks, self._sleep, self.state, self.graphs
+        self.weights = None  # they go when nobody else holds them
         self.device.close()

@@ -12,7 +12,7 @@ def perform(built: Any, action: str, argument: str) -> None:
     """Returns when it is done. From any thread but the loop's.
 
     Args:
-        built: a `gapless.engine.build.Built`.
+        built: a `gapless.engine.assemble.Built`.
         action: reset_prefix_cache, pause, resume, sleep or wake.
         argument: the mode of a pause, the level of a sleep.
 

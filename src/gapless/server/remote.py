@@ -42,7 +42,7 @@ from gapless.server.wire import (
 )
 
 if TYPE_CHECKING:
-    from gapless.engine.build import Progress
+    from gapless.engine.assemble import Progress
 
 logger = logging.getLogger("gapless.server")
 

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from gapless.engine.client import EngineClient
+from gapless.runner.runner import Runner
 
 Phase = tuple[str, float, float]
 
@@ -98,7 +99,8 @@ class Window:
     @contextmanager
     def watching(self) -> Iterator[Seen]:
         """Installed, the filling of slots watched as well; taken off at the end."""
-        engine, slots = self._client._engine, self._client._built.runner._ring.slots
+        runner = cast(Runner, self._client._built.runner)
+        engine, slots = self._client._engine, runner._ring.slots
 
         def install() -> None:
             engine.observer = self

@@ -14,10 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gapless.device.base import Access, Stream
 from gapless.engine.client import EngineClient
+from gapless.runner.runner import Runner
 from gapless.trace.causes import PREFIX, SYNC_CALL
 from gapless.trace.chrome import read_events
 from gapless.trace.clock import Clock, Span, by_marks, by_waits
@@ -138,7 +139,7 @@ class CpuRecorder:
     """Times every piece of work of the CPU device's streams, and the loop's calls that put it there."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._device: Any = client._built.runner.device
+        self._device: Any = cast(Runner, client._built.runner).device
         self._events: list[Event] = []
         self._links = itertools.count(1)
 
