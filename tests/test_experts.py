@@ -17,6 +17,9 @@ import transformers
 from gapless.model.parts import experts as definition
 from gapless.model.parts.experts import ACTIVATIONS, Experts, Gate, recognise
 from gapless.model.parts.experts_triton import Tiles, run
+from gapless.model.parts.router import Router
+from gapless.model.parts.router_triton import choose as choose_by_kernel
+from gapless.model.products.weight import Weight
 from interpreted import CHILD, run_in_the_interpreter
 
 GPU = torch.cuda.is_available()
@@ -87,6 +90,38 @@ def test_order_and_neighbours_change_no_bit() -> None:
     order = torch.randperm(30, device=DEVICE)
     assert torch.equal(run(x[order], experts, chosen[order], weights[order], tiles), whole[order])
     assert torch.equal(run(x[4:5], experts, chosen[4:5], weights[4:5], tiles), whole[4:5])
+
+
+@kernels
+@pytest.mark.parametrize("case", range(16))
+def test_the_router_s_kernel_equals_the_definition(case: int) -> None:
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    e, tokens = rng.choice([3, 8, 33, 128]), rng.choice([1, 5, 40])
+    k, score = rng.randint(1, min(e, 9)), rng.choice(["softmax", "sigmoid", "logits"])
+    dtype = rng.choice([torch.float32, torch.float16])
+    correction = torch.randn(e, device=DEVICE) if score != "logits" and rng.random() < 0.5 else None
+    print(f"seed={seed} e={e} k={k} t={tokens} {score} {dtype} correction={correction is not None}")
+    weight = Weight(torch.zeros(e, 4, device=DEVICE))
+    normed = score != "logits" and rng.random() < 0.5
+    router = Router(weight, k, score, correction, normed, rng.choice([1.0, 2.5]), rng.choice([dtype, torch.float32]))
+    logits = torch.stack([torch.randperm(e) for _ in range(tokens)]).to(DEVICE, dtype) / 4  # no two alike
+    chosen, weights = choose_by_kernel(router, logits)
+    want, want_weights = router.choose(logits)
+    assert torch.equal(chosen.long(), want)
+    torch.testing.assert_close(weights, want_weights, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-6)
+
+
+@kernels
+def test_of_equal_scores_the_lower_expert_comes_first_and_nan_stays_in_its_row() -> None:
+    router = Router(Weight(torch.zeros(6, 4, device=DEVICE)), 3, "softmax", None, True, 1.0, torch.float32)
+    logits = torch.zeros(2, 6, device=DEVICE)
+    logits[1] = float("nan")
+    chosen, weights = choose_by_kernel(router, logits)
+    assert chosen[0].tolist() == [0, 1, 2]
+    assert weights[0].tolist() == pytest.approx([1 / 3] * 3)
+    assert ((chosen >= 0) & (chosen < 6)).all()
 
 
 def models() -> dict[str, torch.nn.Module]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from gapless.cache.spec import KVSpec
 from gapless.model.adapter import ATTENTION_NAME, TransformersModel
-from gapless.model.parts import attention, feed_forward, norm, rotary
+from gapless.model.parts import attention, feed_forward, mixture, norm, rotary
 from gapless.model.parts.attention import Seen, Unknown
 from gapless.model.parts.decoder import Decoder, Embedding, Head, Layer
 from gapless.model.parts.feed_forward import Module, gap, tolerance
@@ -204,7 +204,9 @@ def _layer(
     table = _table(model, a, call, positions, known)
     ran = Seen(a.x, heads.q, heads.k, heads.v, heads.out, a.y)
     part = attention.recognise(own, f"{at}.{own_name}", ran, params, table, index, positions)
-    forward = feed_forward.recognise(mlp, f"{at}.{mlp_name}", m.x, m.y) or Module(mlp)
+    where = f"{at}.{mlp_name}"
+    known_part = feed_forward.recognise(mlp, where, m.x, m.y) or mixture.recognise(mlp, where, seen, m.x, m.y)
+    forward = known_part or Module(mlp)
     if isinstance(forward, Module) and not gap(forward(m.x), m.y) < tolerance(m.x.dtype):
         raise Unknown(f"{at}.{mlp_name} does not give the same again")
     return Layer(

@@ -10,6 +10,7 @@ from torch.nn import functional
 from gapless.model.embedding import override
 from gapless.model.parts.attention import Attention
 from gapless.model.parts.feed_forward import FeedForward, Module
+from gapless.model.parts.mixture import Mixture
 from gapless.model.parts.norm import Norm
 from gapless.model.products.weight import Weight
 
@@ -54,7 +55,7 @@ class Layer:
     attention: Attention
     after_attention: Norm | None
     before_mlp: Norm | None
-    mlp: FeedForward | Module
+    mlp: FeedForward | Mixture | Module
     after_mlp: Norm | None
     multiplier: float = 1.0
     parallel: bool = False

@@ -1,4 +1,4 @@
-"""Feed-forward parts: one or two products up, an activation, one product down; and mixtures of experts."""
+"""Feed-forward parts: one or two products up, an activation, one product down; and modules of no known kind."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Module:
-    """What no kind fits, run as it is: ``[1, T, H]`` to the same, each token alone.
-
-    A mixture of experts is one: its router and shared experts are its own modules, its experts run by
-    `gapless.model.parts.experts`.
-    """
+    """What no kind fits, run as it is: ``[1, T, H]`` to the same, each token alone."""
 
     module: nn.Module
 

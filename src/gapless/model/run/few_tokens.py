@@ -25,6 +25,7 @@ from gapless.model.ops import triton as ops
 from gapless.model.parts.attention import Attention, heads_of
 from gapless.model.parts.decoder import Decoder, Embedding, Head
 from gapless.model.parts.feed_forward import FeedForward
+from gapless.model.parts.mixture import Mixture
 from gapless.model.parts.norm import Norm, Scaling
 from gapless.model.products.choice import default
 from gapless.model.products.config import GemmConfig, Workspace, workspace_size
@@ -210,4 +211,8 @@ def _products(decoder: Decoder) -> list[tuple[str, Weight]]:
             down_fused = fused and layer.after_mlp is None and _commutes(ahead)
             found.append(("glu" if glued else "plain", layer.mlp.up))
             found.append(("residual" if down_fused else "plain", layer.mlp.down))
+        elif isinstance(layer.mlp, Mixture) and layer.mlp.shared is not None:
+            shared = layer.mlp.shared
+            glued = plain_gate(shared.gate) is not None and shared.up.bias is None
+            found += [("glu" if glued else "plain", shared.up), ("plain", shared.down)]
     return [*found, ("plain", decoder.head.weight)]

@@ -18,6 +18,7 @@ from gapless.lora.bank import AdapterBank, Part, Site
 from gapless.model.base import CausalModel
 from gapless.model.parts.decoder import Decoder
 from gapless.model.parts.feed_forward import FeedForward
+from gapless.model.parts.mixture import Mixture
 from gapless.model.products.weight import Weight
 from gapless.model.run.separate import AttendCached, Linear, Separate
 from gapless.model.run.walk import walk
@@ -72,8 +73,13 @@ class DecoderModel:
             gate = described[0].gate
             what = f"{gate.activation} and gate" if gate.gated else gate.activation
             table.append((f"feed-forward with {what}", f"two products in {len(described)} layers"))
-        if len(described) < count:
-            table.append(("feed-forward of another kind", f"as its module in {count - len(described)} layers"))
+        mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
+        if mixtures:
+            route, chosen = mixtures[0].router, f"{mixtures[0].router.count} of {mixtures[0].experts.count}"
+            what = f"router and four kernels for all experts in {len(mixtures)} layers"
+            table.append((f"experts, {chosen} by {route.score}", what))
+        if left := count - len(described) - len(mixtures):
+            table.append(("feed-forward of another kind", f"as its module in {left} layers"))
         if self.small is not None:
             table.append((f"decode of up to {self.small.limit} tokens", "norms, residuals, gates inside the products"))
         for sizes, _ in self.gated.chosen if self.gated is not None else ():
@@ -106,8 +112,9 @@ class DecoderModel:
         weights: list[Weight] = []
         for layer in self.decoder.layers:
             weights += [layer.attention.qkv, layer.attention.out]
-            if isinstance(layer.mlp, FeedForward):
-                weights += [layer.mlp.up, layer.mlp.down]
+            part = layer.mlp.shared if isinstance(layer.mlp, Mixture) else layer.mlp
+            if isinstance(part, FeedForward):
+                weights += [part.up, part.down]
         self._sites = {id(weight): i for i, weight in enumerate(weights)}
         sites = [Site(w.inputs, tuple(Part(name, outputs) for name, outputs in w.parts)) for w in weights]
         self.bank = AdapterBank(sites, rank=rank, slots=slots, dtype=self.dtype, ops=ops)

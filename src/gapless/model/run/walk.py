@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from gapless.attention.context import AttentionContext
 from gapless.model.parts.attention import Attention
 from gapless.model.parts.decoder import Decoder, Embedding, Head, Layer
-from gapless.model.parts.feed_forward import FeedForward
+from gapless.model.parts.feed_forward import FeedForward, Module
+from gapless.model.parts.mixture import Mixture
 from gapless.model.parts.norm import Norm
 from gapless.model.products.stream import Stream
 from gapless.model.products.weight import Weight
@@ -123,13 +125,26 @@ def _finish(kernels: Kernels, layer: Layer, heads: torch.Tensor, stream: Stream,
         if isinstance(part, FeedForward):
             z = kernels.product(part.down, kernels.up(part, own, layer.before_mlp))
         else:
-            z = part(kernels.normed(own, layer.before_mlp))
+            z = _rest(kernels, part, kernels.normed(own, layer.before_mlp))
         return kernels.join(y + (z if after is None else after(z)), stream, None, ahead, gain)
     stream = kernels.add(layer.attention.out, heads, stream, layer.after_attention, layer.before_mlp, gain)
     if isinstance(part, FeedForward):
         act = kernels.up(part, stream, layer.before_mlp)
         return kernels.add(part.down, act, stream, after, ahead, gain)
-    return kernels.join(part(kernels.normed(stream, layer.before_mlp)), stream, after, ahead, gain)
+    return kernels.join(_rest(kernels, part, kernels.normed(stream, layer.before_mlp)), stream, after, ahead, gain)
+
+
+def _rest(kernels: Kernels, part: Mixture | Module, x: torch.Tensor) -> torch.Tensor:
+    """A mixture of experts, or a module; of ``x [T, H]`` behind its norm."""
+    if isinstance(part, Module):
+        return part(x)
+    y = part.routed(x)
+    if part.shared is None:
+        return y
+    more = kernels.product(part.shared.down, kernels.up(part.shared, Stream(x, x), None))
+    if part.shared_gate is not None:
+        more = torch.sigmoid(functional.linear(x, part.shared_gate.data, part.shared_gate.bias)) * more
+    return y + more
 
 
 def _ends_only(context: AttentionContext) -> AttentionContext:
