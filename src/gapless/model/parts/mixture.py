@@ -33,12 +33,11 @@ class Mixture:
     def routed(self, x: torch.Tensor) -> torch.Tensor:
         """The experts' part of ``x [T, H]``."""
         logits = functional.linear(x, self.router.weight.data, self.router.weight.bias)
-        chosen, weights = router.choose(self.router, logits)
         if x.device.type != "cuda":
-            return experts.reference(x, self.experts, chosen, weights)
-        from gapless.model.parts.experts_triton import run
+            return experts.reference(x, self.experts, *self.router.choose(logits))
+        from gapless.model.parts import experts_triton, router_triton
 
-        return run(x, self.experts, chosen, weights)
+        return experts_triton.run(x, self.experts, *router_triton.choose(self.router, logits))
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -105,13 +104,3 @@ def _same(ours: torch.Tensor, ours_w: torch.Tensor, theirs: torch.Tensor, theirs
         return False
     mine, other = ours_w.gather(1, a.indices).float(), theirs_w.gather(1, b.indices).float()
     return torch.allclose(mine, other, rtol=2e-2 if theirs_w.dtype != torch.float32 else 1e-4, atol=1e-6)
-
-
-def choose(router: Router, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Router.choose`, by a kernel on a GPU."""
-    if logits.device.type != "cuda":
-        return router.choose(logits)
-    from gapless.model.parts.router_triton import choose as kernel
-
-    made: Any = kernel(router, logits)
-    return made  # type: ignore[no-any-return]
