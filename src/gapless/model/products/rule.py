@@ -95,20 +95,19 @@ BUCKETS = (1, 16, 32, 64, 128, 256)
 
 Bands = dict[tuple[str, int], tuple[tuple[float, str | None], ...]]
 
-_FEW = ((16, "64x64"), (inf, "128x64"))
 BANDS: Bands = {
-    ("plain", 1): ((inf, "4x1024"),),
-    ("residual", 1): ((inf, "4x1024"),),
-    ("glu", 1): ((inf, "4x1024"),),
-    ("plain", 16): _FEW,
-    ("residual", 16): _FEW,
-    ("glu", 16): ((inf, "64x64"),),
-    ("plain", 32): _FEW,
-    ("residual", 32): _FEW,
-    ("glu", 32): ((inf, "64x64"),),
-    ("plain", 64): _FEW,
-    ("residual", 64): _FEW,
-    ("glu", 64): ((inf, "64x64"),),
+    ("plain", 1): ((14.7, "4x1024"), (inf, None)),
+    ("residual", 1): ((inf, "4x2048"),),
+    ("glu", 1): ((87.7, "4x1024"), (inf, "8x1024")),
+    ("plain", 16): ((inf, None),),
+    ("residual", 16): ((inf, "64x128 ahead"),),
+    ("glu", 16): ((inf, None),),
+    ("plain", 32): ((inf, None),),
+    ("residual", 32): ((inf, "64x128"),),
+    ("glu", 32): ((inf, None),),
+    ("plain", 64): ((inf, None),),
+    ("residual", 64): ((35.8, "64x128 one wave"), (40.2, None), (135, "64x128 one wave"), (inf, "128x128 one wave")),
+    ("glu", 64): ((inf, None),),
     ("plain", 128): ((inf, "128x64 of 8 warps"),),
     ("residual", 128): ((inf, "128x64 of 8 warps"),),
     ("glu", 128): ((inf, "64x64 of 8 warps"),),
@@ -118,7 +117,8 @@ BANDS: Bands = {
 }
 """By operation and bucket: weights of less than so many MiB (in 16 bits) take that recipe; None is cuBLAS.
 
-An estimate from the two models of `gapless.model.products.choice.TABLE`, not measured on others."""
+Up to 64 tokens from `benchmarks/results/h200-product-rule.json`; for more, where nothing takes the rule today, an estimate
+from the two models of `gapless.model.products.choice.TABLE`."""
 
 
 def named(product: Product, bands: Bands = BANDS) -> str | None:
