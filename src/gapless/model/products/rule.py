@@ -117,8 +117,8 @@ BANDS: Bands = {
 }
 """By operation and bucket: weights of less than so many MiB (in 16 bits) take that recipe; None is cuBLAS.
 
-Up to 64 tokens from `benchmarks/results/h200-product-rule.json`; for more, where nothing takes the rule today, an estimate
-from the two models of `gapless.model.products.choice.TABLE`."""
+Up to 64 tokens from `benchmarks/results/h200-product-rule.json`; for more, where nothing takes the rule today, an
+estimate from the two models of `gapless.model.products.choice.TABLE`."""
 
 
 def named(product: Product, bands: Bands = BANDS) -> str | None:
