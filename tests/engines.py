@@ -15,6 +15,7 @@ from text_tokenizers import byte_level
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{{ '' if tools }}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 OPTIONS: dict[str, Any] = {

@@ -22,6 +22,7 @@ from gapless.server.errors import ApiError
 from gapless.server.keys import Keys
 from gapless.server.logs import request_id
 from gapless.server.metrics import CONTENT_TYPE
+from gapless.server.origins import Origins
 from gapless.server.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -33,7 +34,7 @@ from gapless.server.protocol import (
     TokenizeResponse,
     Version,
 )
-from gapless.server.serving import Json, Serving, State
+from gapless.server.serving import Json, Serving, State, no_effect
 
 logger = logging.getLogger("gapless.server")
 
@@ -41,6 +42,26 @@ OPEN_PATHS = frozenset(("/health", "/ready", "/ping"))
 """Paths that ask for no key. Every other one does, those that do not exist included."""
 QUIET_PATHS = frozenset(("/health", "/ready", "/ping", "/metrics", "/version", "/load"))
 """Paths that the access log leaves out."""
+MISSING = {
+    "embeddings": "makes no embeddings",
+    "score": "scores no pairs of texts",
+    "rerank": "ranks no texts",
+    "pooling": "pools no hidden states",
+    "classify": "classifies no texts",
+    "moderations": "moderates no texts",
+    "audio": "hears and speaks nothing",
+    "images": "makes no images",
+    "files": "keeps no files",
+    "batches": "keeps no batches; `gapless generate --file` works through a file of requests",
+    "fine_tuning": "trains nothing",
+    "load_lora_adapter": "loads adapters at its start only, by --lora NAME=PATH",
+    "unload_lora_adapter": "keeps the adapters that it was started with",
+}
+"""Routes of other servers, by the first word after ``/v1``: what this one does not do."""
+_QUOTED = re.compile(r"'[^']{24,}'|\"[^\"]{24,}\"")
+_FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+MAX_NAMED = 20
+"""Fields without effect that an answer's head names."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}\Z")
 
 
@@ -83,7 +104,10 @@ def _answer(scope: Scope, error: ApiError | RequestError | HTTPException) -> Api
         return error
     if isinstance(error, RequestError):
         return errors.of_request_error(error)
-    text = {404: f"There is no {errors.clip(scope['path'])}.", 405: f"{scope['method']} is not allowed here."}
+    first = scope["path"].removeprefix("/v1").strip("/").partition("/")[0]
+    missing = f"There is no {errors.clip(scope['path'])}"
+    missing += f": this server {MISSING[first]}." if first in MISSING else "; /docs lists what there is."
+    text = {404: missing, 405: f"{scope['method']} is not allowed here."}
     return ApiError(
         error.status_code,
         text.get(error.status_code, error.detail),
@@ -100,6 +124,7 @@ class Gate:
         self._serving = serving
         self._keys = keys
         self._hosts = hosts
+        self._origins = Origins(serving.options.allowed_origins)
         self._open = OPEN_PATHS | ({"/metrics"} if serving.options.public_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,21 +140,38 @@ class Gate:
             label = secrets.token_hex(16)
         token = request_id.set(label)
         start, status = time.perf_counter(), 0
+        no_effect.set(())
+        readable = self._origins.answer_to(headers) or []
 
         async def send_labelled(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label.encode("latin-1"))]
+                fields = [name for name in no_effect.get() if _FIELD.match(name)][:MAX_NAMED]
+                if fields:
+                    readable.append((b"gapless-warning", b"without effect: " + ", ".join(fields).encode()))
+                own = (b"x-request-id", label.encode("latin-1"))
+                message["headers"] = [*message.get("headers", ()), own, *readable]
             await send(message)
 
         try:
             try:
-                self._check(scope, headers)
+                self._check_host(headers)
+                if (granted := self._origins.preflight(scope["method"], headers)) is not None:
+                    readable = []
+                    await send_labelled({"type": "http.response.start", "status": 204, "headers": granted})
+                    await send_labelled({"type": "http.response.body"})
+                    return
+                self._origins.check(scope["method"], headers)
+                self._check_key(scope, headers)
                 scope["app"] = self  # so that the router raises what it has no route for
                 await self._app(scope, receive, send_labelled)
             except (ApiError, RequestError, HTTPException) as error:
-                await _answer(scope, error).response()(scope, receive, send_labelled)
+                answer = _answer(scope, error)
+                if answer.status == 400:
+                    text = answer.body.error.message  # without what the client's texts say
+                    logger.info("refused: %s", errors.plain(_QUOTED.sub("'…'", text))[1:-1])
+                await answer.response()(scope, receive, send_labelled)
             except ClientDisconnect:
                 pass
             except Exception:
@@ -142,7 +184,7 @@ class Gate:
             self._note(scope, status or 499, time.perf_counter() - start)
             request_id.reset(token)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None and not self._known_host(headers.get(b"host", b"")):
             raise ApiError(
                 403,
@@ -150,6 +192,8 @@ class Gate:
                 type="permission_error",
                 code="unknown_host",
             )
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if self._keys and scope["path"] not in self._open and not self._keys.allow(headers.get(b"authorization")):
             raise ApiError(
                 401,

@@ -16,6 +16,7 @@ from gapless.server.answer import Answer, AnswerForm, Pieces
 from gapless.server.errors import bad_request, unsupported
 from gapless.server.logprobs import LogprobWriter, prompt_logprobs
 from gapless.server.parameters import sampling_params
+from gapless.server.prompts import text_of
 from gapless.server.protocol import (
     ChatChoice,
     ChatChunk,
@@ -80,18 +81,27 @@ async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingPa
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs is allowed only with logprobs=true", "top_logprobs")
     form = AnswerForm.of(serving, body)
-    others = structure(body)
-    if form.needs_special_tokens and body.skip_special_tokens is None:
-        others["skip_special_tokens"] = False  # the form's marks are special tokens
-    others["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)  # all checks before the work
+
+    def checked() -> dict[str, Any]:
+        others = structure(body)
+        if form.needs_special_tokens and body.skip_special_tokens is None:
+            others["skip_special_tokens"] = False  # the form's marks are special tokens
+        others["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+        sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)
+        return others
+
+    others = await serving.prompts.aside(checked)  # all checks before the work
     if asked is not None and asked < 1:
         raise bad_request(f"max_tokens={asked} is not allowed: an integer >= 1", "max_tokens")
     whole = await serving.prompts.chat(body)
     prompt = serving.prompts.truncated(whole, body.truncate_prompt_tokens)
     params = sampling_params(body, serving.options.max_n, max_tokens=serving.max_tokens(prompt, asked, None), **others)
-    form = form.for_prompt(whole.text or "")  # its end, which cutting the head off leaves as it is
+    continued = ""
+    options = body.chat_template_kwargs or {}
+    if body.messages and (body.continue_final_message or options.get("continue_final_message")):
+        continued = text_of(body.messages[-1])
+    form = form.for_prompt(whole.text or "", continued)  # its end, which cutting the head off leaves as it is
     writer = None
     if body.logprobs:
         as_ids = bool(body.return_tokens_as_token_ids)
@@ -117,7 +127,7 @@ def _answer(call: Call, output: RequestOutput) -> ChatCompletion:
         pieces = answer.push(c.text, last=True)
         message = ChatMessage(content=pieces.content or (None if pieces.calls else ""))
         if pieces.reasoning:
-            message.reasoning_content = pieces.reasoning
+            message.reasoning = message.reasoning_content = pieces.reasoning
         if pieces.calls:
             message.tool_calls = pieces.calls
         choice = ChatChoice(c.index, message, _logprobs(call, c), _reason(call, c, bool(pieces.calls)), c.stop_reason)
@@ -143,9 +153,9 @@ class _Events:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._answers = dict[int, Answer]()
         self._generated = 0
+        self._of_prompt = False
         self._special = call.writer is not None or self._continuous or bool(call.body.return_token_ids)
         self._content = dict[int, sse.PlainEvent]()  # of those that have begun
-        self._thought = dict[int, sse.PlainEvent]()
 
     def take(self, outputs: dict[int, RequestOutput]) -> bytes:
         """What is new."""
@@ -166,18 +176,26 @@ class _Events:
                 pieces = answer.push(c.text, last=c.finished)
                 chunks += _chunks(call, c, answer, pieces)
                 counted = self._counted() if self._continuous else UNSET
-                parts += [sse.data(call.chunk([chunk], counted)) for chunk in chunks]
+                events = [call.chunk([chunk], counted) for chunk in chunks]
+                self._add_prompt(events[0], output)
+                parts += map(sse.data, events)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _add_prompt(self, event: ChatChunk, output: RequestOutput) -> None:
+        """What was asked for of the prompt, once."""
+        if self._of_prompt:
+            return
+        self._of_prompt = True
+        if self._call.body.return_token_ids:
+            event.prompt_token_ids = self._call.prompt.token_ids.tolist()
+        if self._call.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            event.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
 
     def _begin(self, index: int) -> Answer:
         answer = self._answers[index] = Answer(self._call.form)
         if not self._special:
             chunk = self._call.chunk
             self._content[index] = sse.PlainEvent(lambda text: chunk([ChunkChoice(index, Delta(content=text))]))
-            if self._call.form.reasoning:
-                self._thought[index] = sse.PlainEvent(
-                    lambda text: chunk([ChunkChoice(index, Delta(reasoning_content=text))])
-                )
         return answer
 
     def text(self, prompt: int, index: int, text: str, tokens: int) -> bytes | None:
@@ -193,7 +211,10 @@ class _Events:
         if pieces.calls:
             deltas = _deltas(answer, pieces)
             return b"".join(sse.data(self._call.chunk([ChunkChoice(index, delta)])) for delta in deltas)
-        found = self._thought[index].data(pieces.reasoning) if pieces.reasoning else b""
+        found = b""
+        if pieces.reasoning:
+            delta = Delta(reasoning=pieces.reasoning, reasoning_content=pieces.reasoning)
+            found = sse.data(self._call.chunk([ChunkChoice(index, delta)]))
         if pieces.content or not found:
             found += content.data(pieces.content)
         return found
@@ -210,7 +231,7 @@ def _deltas(answer: Answer, pieces: Pieces) -> list[Delta]:
     """What is new of one answer: mostly one."""
     deltas = list[Delta]()
     if pieces.reasoning:
-        deltas.append(Delta(reasoning_content=pieces.reasoning))
+        deltas.append(Delta(reasoning=pieces.reasoning, reasoning_content=pieces.reasoning))
     if pieces.content or not (pieces.reasoning or pieces.calls):  # a token without text is a token, too
         deltas.append(Delta(content=pieces.content))
     for number, found in enumerate(pieces.calls, answer.calls - len(pieces.calls)):
@@ -225,6 +246,8 @@ def _chunks(call: Call, c: CompletionOutput, answer: Answer, pieces: Pieces) -> 
     if call.body.return_token_ids:
         chunks[0].token_ids = c.token_ids
     if c.finished:
+        if chunks[-1].delta.tool_calls:  # clients look for the end of a call in a chunk after it
+            chunks.append(ChunkChoice(c.index, Delta()))
         chunks[-1].finish_reason = _reason(call, c, answer.calls > 0)
         chunks[-1].stop_reason = c.stop_reason
     return chunks

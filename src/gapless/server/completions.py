@@ -81,11 +81,15 @@ async def _prepare(serving: Serving, body: CompletionRequest) -> tuple[_Call, li
     asked_logprobs = body.logprobs
     if echo and asked_logprobs is not None and body.prompt_logprobs not in (None, asked_logprobs):
         raise bad_request("prompt_logprobs and logprobs differ, which echo cannot serve", "prompt_logprobs")
-    form = structure(body)
-    others: dict[str, Any] = {"logprobs": asked_logprobs, **form}
-    if echo and asked_logprobs is not None:
-        others["prompt_logprobs"] = asked_logprobs
-    sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)  # all checks before the work
+
+    def checked() -> dict[str, Any]:
+        others: dict[str, Any] = {"logprobs": asked_logprobs, **structure(body)}
+        if echo and asked_logprobs is not None:
+            others["prompt_logprobs"] = asked_logprobs
+        sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)
+        return others
+
+    others = await serving.prompts.aside(checked)  # all checks before the work
     prompts, _ = await serving.prompts.completion(body.prompt, body.add_special_tokens is not False)
     prompts = [serving.prompts.truncated(p, body.truncate_prompt_tokens) for p in prompts]
     params = [

@@ -90,12 +90,17 @@ def bad_request(message: str, param: str | None = None, code: str | int | None =
     return ApiError(400, message, param=param, code=code)
 
 
-def too_long(prompt_tokens: int, max_tokens: int | None, longest: int) -> ApiError:
-    """400 with the code that clients look for to shorten a conversation."""
+def too_long(prompt_tokens: int, max_tokens: int | None, longest: int, *, at_least: bool = False) -> ApiError:
+    """400 with the code that clients look for to shorten a conversation.
+
+    Args:
+        at_least: the prompt has not been read: its number of tokens is a lower bound.
+    """
     asked = "" if max_tokens is None else f" and max_tokens={max_tokens}, together {prompt_tokens + max_tokens}"
+    bound = "at least " if at_least else ""
     return bad_request(
-        f"This model's maximum context length is {longest} tokens. The request has {prompt_tokens} tokens in the "
-        f"prompt{asked}. Shorten the prompt{'' if max_tokens is None else ' or lower max_tokens'}.",
+        f"This model's maximum context length is {longest} tokens. The request has {bound}{prompt_tokens} tokens in "
+        f"the prompt{asked}. Shorten the prompt{'' if max_tokens is None else ' or lower max_tokens'}.",
         "prompt",
         "context_length_exceeded",
     )
@@ -149,6 +154,12 @@ def engine_failed(reason: str, *, retry: bool = True) -> ApiError:
     """
     headers = {} if retry else {"x-should-retry": "false"}
     return ApiError(500, reason, type="InternalServerError", headers=headers)
+
+
+def time_is_up(seconds: float) -> ApiError:
+    """408 for a request that took too long; the same one would again."""
+    text = f"The request took more than {seconds:g} seconds, which is this server's limit: lower max_tokens."
+    return ApiError(408, text, type="timeout_error", headers={"x-should-retry": "false"})
 
 
 def unknown_model(name: str, known: list[str]) -> ApiError:

@@ -185,6 +185,14 @@ class FrontEnd:
             if ticket.sending_since is not None and ticket.sending_since < limit:
                 ticket.cut("slow reader")
 
+    def end_old(self, seconds: float) -> None:
+        """End the requests that have taken so long; call it now and then."""
+        limit = time.monotonic() - seconds
+        for ticket in list(self.tickets):
+            if ticket.since < limit:
+                ticket.end_reason = ticket.end_reason or "time limit"
+                ticket.fail(errors.time_is_up(seconds))
+
     def stop(self) -> None:
         """Ask the engine's process to end."""
         self.client.close()

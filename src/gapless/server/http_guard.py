@@ -20,6 +20,8 @@ logger = logging.getLogger("gapless.server")
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
+MAX_AHEAD = 1 << 20
+"""Bytes of further requests that are read while one is answered, so that a client's end is seen."""
 MIN_BODY_RATE = 1024
 """Bytes per second that a body must bring."""
 LINGER_SECONDS = 1.0
@@ -30,6 +32,24 @@ def guarded(max_connections: int, header_timeout: float, body_timeout: float) ->
     """The protocol class with these limits."""
     limits = {"max_connections": max_connections, "header_timeout": header_timeout, "body_timeout": body_timeout}
     return type("GuardedProtocol", (GuardedProtocol,), limits)
+
+
+def _end_with_connection(cycle: Any) -> None:
+    """HTTP/1.0 knows no chunks: an answer whose length is not known ends with its connection."""
+    send, announced = cycle.send, False
+    cycle.chunked_encoding = False
+
+    async def plain(message: Any) -> None:
+        nonlocal announced
+        if message["type"] == "http.response.start":
+            lengths = [int(value) for name, value in message["headers"] if name.lower() == b"content-length"]
+            announced = bool(lengths)
+            cycle.expected_content_length = sum(lengths)
+        elif not announced:
+            cycle.expected_content_length += len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = plain
 
 
 class DirectWriter:
@@ -69,6 +89,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._in_head = False
         self._in_body = False
+        self._upgrade = False
+        self._cycles: list[Any] = []  # that have not been answered
+        self._ahead = 0
         self._head_bytes = 0
         self._body_bytes = 0
         self._refused = False
@@ -86,6 +109,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Called by the event loop."""
         self._disarm()
         super().connection_lost(error)
+        for cycle in self._cycles:  # uvicorn tells the last one only
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
@@ -95,14 +123,40 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(400, "Connections cannot be upgraded.", None)
+            self._feed(data)
         except httptools.HttpParserError:
             if not self._refused:
                 self._refuse(400, "The request is not valid HTTP.", None)
         if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self._refused:
             self._refuse(431, f"The request's head has more than {MAX_HEADER_BYTES} bytes.", None)
+        if self.pipeline:
+            self._ahead += len(data)
+            if self._ahead <= MAX_AHEAD:
+                self.flow.resume_reading()
+        else:
+            self._ahead = 0
+
+    def _feed(self, data: bytes) -> None:
+        """Parse. An upgrade is an offer that a server may pass over: the parser would take the body for the other
+        protocol, so that a fresh one reads the same head without the offer, and what follows."""
+        while data and not self._refused:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                if method == b"CONNECT":
+                    self._refuse(400, "CONNECT is not allowed: this server is no proxy.", None)
+                    return
+                hop = {b"upgrade", b"http2-settings", b"connection"}
+                fields = [(name, value) for name, value in self.headers if name not in hop]
+                options = b",".join(value for name, value in self.headers if name == b"connection").split(b",")
+                kept = [o.strip() for o in options if o.strip().lower() in (b"close", b"keep-alive")]
+                fields += [(b"connection", o) for o in kept]
+                head = b"".join(b"%b: %b\r\n" % field for field in fields)
+                data = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, head) + data[upgrade.args[0] :]
+                self._upgrade = False
+                self.parser = httptools.HttpRequestParser(self)
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
@@ -121,7 +175,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Called by the parser."""
         self._in_head = False
         self._disarm()
-        if self._refused:
+        self._upgrade = bool(self.parser.should_upgrade())
+        if self._refused or self._upgrade:
             return
         size = sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
@@ -130,6 +185,10 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if self.cycle is not None:
+            self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+            self._cycles.append(self.cycle)
+            if self.scope["http_version"] == "1.0":
+                _end_with_connection(self.cycle)
             self.scope["state"]["writer"] = DirectWriter(self, self.cycle)
         self._in_body, self._body_bytes = True, 0
         self._arm(self.body_timeout, self._body_is_late, 0)
@@ -143,7 +202,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Called by the parser."""
         self._in_body = False
-        if not self._refused:
+        if not self._refused and not self._upgrade:
             self._disarm()
             super().on_message_complete()
 

@@ -32,16 +32,17 @@ class Keys:
         scheme, _, key = (header or b"").partition(b" ")
         digest = hashlib.sha256(key).digest()
         matches = [secrets.compare_digest(digest, known) for known in self._hashes]
-        return any(matches) and scheme == b"Bearer"
+        return any(matches) and scheme.lower() == b"bearer"
 
 
-def read_keys(file: str | None, environment: Mapping[str, str] = os.environ) -> Keys:
-    """The keys of the file, one a line, and of `VARIABLE`, with commas.
+def read_keys(file: str | None, environment: Mapping[str, str] = os.environ, given: str | None = None) -> Keys:
+    """The keys of the file, one a line, and of `VARIABLE` and ``given``, with commas.
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or a key has a space in it.
     """
-    keys = [key.strip() for key in environment.get(VARIABLE, "").split(",") if key.strip()]
+    listed = f"{environment.get(VARIABLE, '')},{given or ''}"
+    keys = [key.strip() for key in listed.split(",") if key.strip()]
     if file is not None:
         try:
             lines = Path(file).read_text("utf-8").splitlines()

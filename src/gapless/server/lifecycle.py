@@ -34,10 +34,10 @@ from gapless.server.frontend import FrontEnd
 from gapless.server.http_guard import guarded
 from gapless.server.keys import VARIABLE, read_keys
 from gapless.server.limits import raise_file_limit
-from gapless.server.listening import BACKLOG, allowed_hosts, bind, is_local
+from gapless.server.listening import BACKLOG, allowed_hosts, bind, inode, is_local, tls
 from gapless.server.logs import set_up_logging
 from gapless.server.options import ServerOptions
-from gapless.server.prompts import Prompts
+from gapless.server.prompts import Prompts, read_template
 from gapless.server.remote import Connection
 from gapless.server.serving import Serving, State
 from gapless.server.ticket import Ticket
@@ -127,7 +127,10 @@ class Lifecycle:
         self._start = start
         self._on_bound = on_bound
         self._on_loaded = on_loaded
-        self._keys = read_keys(options.api_key_file)
+        self._keys = read_keys(options.api_key_file, given=options.api_key)
+        self._tls = tls(options)
+        self._template = read_template(options.chat_template)
+        self._socket_file: tuple[int, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._server: _Server | None = None
@@ -146,6 +149,8 @@ class Lifecycle:
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):  # not the main thread
                 loop.add_signal_handler(number, self.stop)
+        if options.uds is not None:
+            self._socket_file = inode(options.uds)
         self._on_bound(bound)
         self._warn(bound)
         self._server = self._uvicorn(bound)
@@ -172,6 +177,7 @@ class Lifecycle:
                 http=guarded(connections, options.header_timeout, options.body_timeout),
                 ws="none",
                 lifespan="off",
+                ssl_context_factory=None if self._tls is None else lambda config, default: self._tls,  # type: ignore
                 loop="none",
                 log_config=None,
                 log_level="warning",
@@ -186,7 +192,7 @@ class Lifecycle:
 
     def _warn(self, bound: socket.socket) -> None:
         options = self.options
-        where = options.uds or "http://{}:{}".format(*bound.getsockname()[:2])
+        where = options.uds or ("http" if self._tls is None else "https") + "://{}:{}".format(*bound.getsockname()[:2])
         logger.info("listening on %s; loading %s", where, self._model)
         if not is_local(options) and not self._keys:
             logger.warning(
@@ -248,7 +254,9 @@ class Lifecycle:
     async def _open(self, ready: Ready, tokenizer: Any) -> None:
         options, connection = self.options, self._connection
         assert connection is not None
-        prompts = await _in_daemon(Prompts, tokenizer, ready.vocab_size, ready.longest, options.max_prompts)
+        prompts = await _in_daemon(
+            Prompts, tokenizer, ready.vocab_size, ready.longest, options.max_prompts, self._template
+        )
         front_end = FrontEnd(
             connection,
             ready,
@@ -308,11 +316,13 @@ class Lifecycle:
         self._end.set()
 
     async def _watch(self) -> None:
-        """Once a second: slow clients."""
+        """Once a second: slow clients, and requests without end."""
         while True:
             await asyncio.sleep(1.0)
             if self.serving.opened is not None:
                 self.serving.opened.cut_slow_readers(self.options.write_timeout)
+                if self.options.max_request_seconds:
+                    self.serving.opened.end_old(self.options.max_request_seconds)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -361,7 +371,7 @@ class Lifecycle:
             self._connection.close()
         if self.serving.opened is not None:
             self.serving.prompts.close()
-        if self.options.uds is not None:
+        if self.options.uds is not None and inode(self.options.uds) == self._socket_file:
             with contextlib.suppress(OSError):
                 os.unlink(self.options.uds)
         logger.info("ended with code %d", self._code)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
+from contextvars import ContextVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from gapless.server.errors import ApiError, bad_request
 
+MAX_VALUES = 2_000_000
+"""Commas in a body: about as many values, or more. Objects cost memory and time that bytes do not show."""
+SMALL_BODY = 1 << 16
+"""A larger one is read and checked beside the event loop."""
+body_size: ContextVar[int] = ContextVar("body_size", default=0)
+"""Bytes of the body of the request that this task answers."""
 RESERVED_FILES = 64
 """Descriptors that are not for connections."""
 
@@ -35,8 +43,8 @@ async def read_body(request: Request, limit: int) -> bytes:
         ApiError: 413; 415, it is not said to be JSON.
         ClientDisconnect: the client is gone.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind and kind != "application/json" and not kind.endswith("+json"):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):  # a page of another site cannot send that unasked
         raise ApiError(415, "The body must be JSON: Content-Type: application/json.", code="unsupported_media_type")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > limit:
@@ -58,6 +66,15 @@ async def read_body(request: Request, limit: int) -> bytes:
             break
     if not size:
         raise bad_request("The body is empty: a JSON object is needed.")
+    values = 0
+    for part in parts:
+        for at in range(0, len(part), SMALL_BODY):
+            values += part.count(b",", at, at + SMALL_BODY)
+        if len(part) > SMALL_BODY:
+            await asyncio.sleep(0)
+    if values > MAX_VALUES:
+        raise bad_request(f"The body holds about {values} values; at most {MAX_VALUES} are allowed.")
+    body_size.set(size)
     return b"".join(parts)
 
 

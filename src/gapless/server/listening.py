@@ -6,6 +6,8 @@ import contextlib
 import ipaddress
 import os
 import socket
+import ssl
+import stat
 
 from gapless.errors import ConfigError
 from gapless.server.options import ServerOptions
@@ -24,6 +26,8 @@ def bind(options: ServerOptions) -> socket.socket:
         if options.uds is not None:
             bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(options.uds).st_mode):
+                    raise ConfigError(f"uds={options.uds!r}: a file that is no socket is there, and stays there")
                 if socket_is_dead(options.uds):
                     os.unlink(options.uds)
             bound.bind(options.uds)
@@ -48,6 +52,36 @@ def socket_is_dead(path: str) -> bool:
         except ConnectionRefusedError:
             return True
     return False
+
+
+def inode(path: str) -> tuple[int, int] | None:
+    """What makes a file another one than any that had its path before; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def tls(options: ServerOptions) -> ssl.SSLContext | None:
+    """The context of a server that speaks TLS.
+
+    Raises:
+        ConfigError: the certificate or the key cannot be read, or they do not belong together.
+    """
+    if options.ssl_certfile is None:
+        return None
+
+    def no_password() -> str:  # without it a question would wait for an answer on standard input
+        raise ConfigError(f"ssl_keyfile={options.ssl_keyfile or options.ssl_certfile!r} asks for a password: remove it")
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, no_password)
+    except OSError as error:  # SSLError is one
+        files = f"ssl_certfile={options.ssl_certfile!r}, ssl_keyfile={options.ssl_keyfile!r}"
+        raise ConfigError(f"{files}: {error.strerror or error}") from error
+    return context
 
 
 def is_local(options: ServerOptions) -> bool:

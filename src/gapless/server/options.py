@@ -22,11 +22,19 @@ class ServerOptions:
         served_model_name: what clients call the model; several names with commas. None: the model as it was given.
         tokenizer: folder or name, if it is not the model's.
         skip_tokenizer: serve token ids for token ids; no text, no chat.
+        api_key: keys, with commas. Whoever may list this machine's processes sees them there; a file or the variable
+            GAPLESS_API_KEY is better.
         api_key_file: file with one key a line, beside those of the variable GAPLESS_API_KEY. Without any, no key is
             asked for.
+        ssl_certfile: certificate, in PEM form: serve HTTPS.
+        ssl_keyfile: its private key, if it is not in the same file.
         public_metrics: /metrics asks for no key.
         allowed_hosts: names, with commas, that a request's Host header may have; * allows all. None: when bound to
             this machine only, its local names, else all.
+        allowed_origins: of web pages that may use this server, with commas, such as https://chat.example; * allows
+            all. Others are refused, but for pages of the server's own address.
+        chat_template: file with a Jinja template in the place of the model's own.
+        max_request_seconds: after which a request is ended with an error, 408; 0 for never.
         max_queued_requests: sequences that may wait beyond max_num_seqs; more are refused with 503.
         max_queued_tokens: tokens of prompts that may wait; more are refused with 503.
         max_n: completions of one prompt that may be asked for.
@@ -58,9 +66,15 @@ class ServerOptions:
     served_model_name: str | None = None
     tokenizer: str | None = None
     skip_tokenizer: bool = False
+    api_key: str | None = None
     api_key_file: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     public_metrics: bool = False
     allowed_hosts: str | None = None
+    allowed_origins: str | None = None
+    chat_template: str | None = None
+    max_request_seconds: float = 0.0
     max_queued_requests: int = 1024
     max_queued_tokens: int | None = None
     max_n: int = 128
@@ -101,7 +115,7 @@ class ServerOptions:
         for name in ("header_timeout", "body_timeout", "write_timeout", "hang_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise refuse(name, "a number of seconds > 0")
-        for name in ("shutdown_timeout", "sse_keep_alive_interval"):
+        for name in ("max_request_seconds", "shutdown_timeout", "sse_keep_alive_interval"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise refuse(name, "a number of seconds >= 0")
         for name, known in (
@@ -112,6 +126,8 @@ class ServerOptions:
         ):
             if getattr(self, name) not in known:
                 raise refuse(name, f"one of {', '.join(known)}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise refuse("ssl_keyfile", "only with ssl_certfile, the certificate that it belongs to")
         if not self.metrics_prefix.isidentifier():
             raise refuse("metrics_prefix", "letters, digits and _")
         if self.served_model_name is not None and not all(self.model_names("")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapless.request.sampling_params import SamplingParams
+from gapless.request.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from gapless.server.errors import bad_request, plain
 from gapless.server.protocol import Sampling
 
@@ -13,6 +13,15 @@ MAX_STOP = 16
 MAX_STOP_CHARACTERS = 256
 """Of one stop string."""
 MAX_TEMPERATURE = 2.0
+MAX_ENTRIES = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": 1 << 19,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "bad_words": MAX_BAD_WORDS,
+}
+"""Of lists and objects of one request."""
+MAX_WORD_CHARACTERS = 1024
+"""Of one of ``bad_words``."""
 _PLAIN = (
     "n",
     "temperature",
@@ -62,6 +71,15 @@ def sampling_params(request: Sampling, max_n: int, **others: Any) -> SamplingPar
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise bad_request(
                 f"stop holds {plain(text)}: each string has 1 to {MAX_STOP_CHARACTERS} characters", "stop"
+            )
+    for name, most in MAX_ENTRIES.items():  # before any look at the entries
+        if len(getattr(request, name) or ()) > most:
+            raise bad_request(f"{name} has {len(getattr(request, name))} entries; at most {most} are allowed", name)
+    for word in request.bad_words or ():
+        if len(word) > MAX_WORD_CHARACTERS:
+            raise bad_request(
+                f"bad_words holds a text of {len(word)} characters; at most {MAX_WORD_CHARACTERS} are allowed",
+                "bad_words",
             )
     if request.stream_options is not None and not request.stream:
         raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")

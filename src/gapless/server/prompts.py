@@ -12,16 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from gapless.errors import RequestError
+from gapless.errors import ConfigError, RequestError
 from gapless.server.errors import ApiError, bad_request, clip, of_request_error, too_long, unavailable, unsupported
+from gapless.server.limits import SMALL_BODY, body_size
 from gapless.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, TokenizeRequest, Tool
+from gapless.server.tool_prompt import with_tools
 from gapless.text.chat import EncodedPrompt, check_token_ids, encode_chat
 
 T = TypeVar("T")
@@ -50,10 +54,16 @@ class Prompts:
         vocab_size: of the model.
         longest: tokens of a prompt and its output.
         max_prompts: of one request.
+        template: of chats, in the place of the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, longest: int, max_prompts: int) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, longest: int, max_prompts: int, template: str | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.template = template or str(getattr(tokenizer, "chat_template", None) or "")
+        self.template_has_tools = re.search(r"\btools\b", self.template) is not None
+        self._template = template
         self.vocab_size = vocab_size
         self.longest = longest
         self._max_prompts = max_prompts
@@ -76,16 +86,27 @@ class Prompts:
         if self.tokenizer is None:
             raise bad_request("This server has no tokenizer: give prompts as token ids.", "prompt")
         if characters > self.longest * self._longest_token:  # it cannot fit, whatever its tokens are
-            raise too_long(-(-characters // self._longest_token), None, self.longest)
-        i = int(characters > SLOW_CHARACTERS)
+            raise too_long(-(-characters // self._longest_token), None, self.longest, at_least=True)
+        i = int(max(characters, body_size.get()) > SLOW_CHARACTERS)
+        return await self._on_lane(i, action, self._tokenizers[i])
+
+    async def aside(self, action: Callable[[], T], size: int | None = None) -> T:
+        """``action`` on the slow lane if the request's body, or what it reads, is large; else at once.
+
+        Args:
+            size: of what it reads, in bytes or values that cost as much; None for the body's.
+        """
+        if (body_size.get() if size is None else size) <= SMALL_BODY:
+            return action()
+        return await self._on_lane(1, action)
+
+    async def _on_lane(self, i: int, action: Callable[..., T], *arguments: Any) -> T:
         if i and self._slow >= MAX_SLOW:
-            raise unavailable(f"{self._slow} long prompts wait to be tokenized already.")
+            raise unavailable(f"{self._slow} large requests wait to be read already.")
         context = contextvars.copy_context()
         self._slow += i
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._lanes[i], context.run, action, self._tokenizers[i]
-            )
+            return await asyncio.get_running_loop().run_in_executor(self._lanes[i], context.run, action, *arguments)
         except RequestError as error:
             raise of_request_error(error) from error
         finally:
@@ -113,13 +134,13 @@ class Prompts:
             raise too_long(len(prompt), None, self.longest)
         if type(prompt[0]) is not int and len(prompt) > self._max_prompts:
             raise bad_request(f"prompt has {len(prompt)} entries; at most {self._max_prompts} are allowed", "prompt")
-        kinds = set(map(type, prompt))
+        kinds = await self.aside(lambda: set(map(type, prompt)))
         if kinds == {int}:
-            return [self._ids(prompt)], False
+            return [await self.aside(lambda: self._ids(prompt))], False
         if kinds == {str}:
             return await self._texts(prompt, add_special_tokens), True
         if kinds == {list}:
-            return [self._ids(ids) for ids in prompt], True
+            return await self.aside(lambda: [self._ids(ids) for ids in prompt]), True
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise bad_request(f"prompt holds {names}: its entries are all texts, all ids, or all lists of ids", "prompt")
 
@@ -163,17 +184,33 @@ class Prompts:
             raise bad_request(
                 "chat_template is not allowed: templates come with the model, not with requests", "chat_template"
             )
-        messages = conversation(request.messages)
         options = template_options(request)
-        tools = tool_definitions(request.tools)
-        if tools is not None and getattr(request, "tool_choice", None) != "none":
-            options["tools"] = tools
-        characters = sum(len(str(m.get("content", ""))) for m in messages)
 
         def encode(tokenizer: Any) -> EncodedPrompt:
-            return encode_chat(messages, tokenizer, self.vocab_size, **options)
+            messages = conversation(request.messages)
+            tools = tool_definitions(request.tools)
+            self._refuse_what_never_fits(messages, tools)
+            if tools is not None and getattr(request, "tool_choice", None) != "none":
+                if self.template_has_tools:
+                    options["tools"] = tools
+                else:
+                    messages = with_tools(messages, tools)
+            return encode_chat(messages, tokenizer, self.vocab_size, chat_template=self._template, **options)
 
-        return await self.run(encode, characters)
+        return await self.run(encode, 0)
+
+    def _refuse_what_never_fits(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+        """Raise `ApiError` for texts that no tokens could hold."""
+        most = self.longest * self._longest_token
+        characters = sum(len(m["content"]) for m in messages)
+        if characters > most:
+            raise too_long(-(-characters // self._longest_token), None, self.longest, at_least=True)
+        called = [c["function"]["arguments"] for m in messages for c in m.get("tool_calls", ())]
+        for name, value in (("tools", tools), ("messages", called)):
+            size = len(msgspec.json.encode(value)) if value else 0
+            if size > most:
+                what = "tools" if name == "tools" else "arguments of earlier calls in messages"
+                raise bad_request(f"{what} of {size} bytes: at most {most} can fit", name, "context_length_exceeded")
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
         """Ids of a prompt or a conversation, which may be longer than the model's context; and the tokens' names."""
@@ -201,7 +238,7 @@ class Prompts:
         if len(tokens) > most:
             raise bad_request(f"tokens has {len(tokens)} entries; at most {most} are allowed", "tokens")
         try:
-            checked = check_token_ids(tokens, self.vocab_size, "tokens")
+            checked = await self.aside(lambda: check_token_ids(tokens, self.vocab_size, "tokens"))
         except RequestError as error:
             raise of_request_error(error) from error
         return await self.run(lambda tokenizer: str(tokenizer.decode(checked.tolist())), len(tokens))
@@ -229,6 +266,28 @@ class Prompts:
         if len(prompt.token_ids) <= keep:
             return prompt
         return EncodedPrompt(None, np.ascontiguousarray(prompt.token_ids[-keep:]))
+
+
+def read_template(file: str | None) -> str | None:
+    """A chat template of the operator's.
+
+    Raises:
+        ConfigError: it cannot be read, or is no template.
+    """
+    if file is None:
+        return None
+    try:
+        text = Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={file!r} cannot be read: {error}") from error
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template={file!r}, line {error.lineno}: {error.message}") from error
+    return text
 
 
 def _longest_token(tokenizer: Any) -> int:
@@ -260,6 +319,11 @@ def _message(i: int, message: Message) -> dict[str, Any]:
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
+    if len(message.tool_calls or ()) > MAX_TOOLS:
+        raise bad_request(
+            f"messages[{i}].tool_calls has {len(message.tool_calls or ())} entries; at most {MAX_TOOLS} are allowed",
+            f"messages[{i}].tool_calls",
+        )
     if message.tool_calls:
         plain["tool_calls"] = [
             {
@@ -280,6 +344,11 @@ def _content(i: int, message: Message) -> str:
         raise bad_request(f"messages[{i}].content is missing", f"messages[{i}].content")
     if isinstance(content, str):
         return content
+    if len(content) > MAX_MESSAGES:
+        raise bad_request(
+            f"messages[{i}].content has {len(content)} parts; at most {MAX_MESSAGES} are allowed",
+            f"messages[{i}].content",
+        )
     for j, part in enumerate(content):
         where = f"messages[{i}].content[{j}]"
         if part.type not in ("text", "input_text", "output_text", "refusal"):
@@ -287,6 +356,12 @@ def _content(i: int, message: Message) -> str:
         if part.text is None:
             raise bad_request(f"{where}.text is missing", where)
     return "".join(part.text or "" for part in content)
+
+
+def text_of(message: Message) -> str:
+    """The text of a message that has been checked."""
+    content = message.content
+    return content or "" if not isinstance(content, list) else "".join(part.text or "" for part in content)
 
 
 def _arguments(arguments: str | dict[str, Any]) -> Any:

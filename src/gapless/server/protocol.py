@@ -6,7 +6,7 @@ OpenAI's own are named as in vLLM. Responses: the structs are encoded as they ar
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -60,6 +60,13 @@ class Sampling(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(("user",))
+    """Fields that are known and change nothing here."""
 
 
 class Usage(msgspec.Struct):
@@ -240,7 +247,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # its older name
     tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None = None
 
@@ -274,6 +282,7 @@ class Delta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -298,6 +307,8 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
 # ---- models, tokens, the rest --------------------------------------------------------------------------------------

@@ -16,12 +16,15 @@ def pending_length(text: str, tag: str) -> int:
     return 0
 
 
-def starts_inside(prompt_end: str) -> bool:
-    """Whether the prompt's template has opened the tag already.
+def starts_inside(prompt_end: str, continued: str = "") -> bool:
+    """Whether the prompt has opened the tag already: its template, or a message that the answer goes on with.
 
     Args:
         prompt_end: the last characters of the prompt.
+        continued: that message.
     """
+    if continued.rfind(OPEN) > continued.rfind(CLOSE):
+        return True
     return _PREFILLED.search(prompt_end) is not None
 
 

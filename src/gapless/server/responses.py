@@ -88,6 +88,7 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
         tools=None if body.tools is None else [_tool(i, tool) for i, tool in enumerate(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_format(body),
+        parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs if logprobs else None,

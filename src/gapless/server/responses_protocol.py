@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -88,6 +88,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: str | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(("store", "stream_options", "user"))
+    """Fields that are known and change nothing here."""
 
 
 # ---- the response ---------------------------------------------------------------------------------------------------

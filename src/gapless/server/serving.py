@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
@@ -80,9 +81,10 @@ class Serving:
         """The engine is loaded and warm: take requests."""
         self._front_end, self._prompts = front_end, prompts
         self.adapters = [ref.name for ref in front_end.ready.adapters]
-        template = str(getattr(prompts.tokenizer, "chat_template", None) or "")
+        template = prompts.template
         form, reasoning = self.options.tool_call_parser, self.options.reasoning_parser
-        self.tool_form = form_of_template(template) if form == "auto" else form
+        own = form_of_template(template) if prompts.template_has_tools else "hermes"  # as `tool_prompt` writes them
+        self.tool_form = own if form == "auto" else form
         self.reasoning = "</think>" in template if reasoning == "auto" else reasoning == "think"
         self.state = State.READY
 
@@ -132,10 +134,15 @@ class Serving:
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
-        try:
-            found: T = decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise errors.of_decode_error(error) from error
+
+        def decode() -> tuple[T, list[str]]:
+            try:
+                return decoder.decode(body), without_effect(body, kind)
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                raise errors.of_decode_error(error) from error
+
+        found, ignored = await self.prompts.aside(decode)
+        no_effect.set(ignored)
         return found
 
     def model_of(self, name: str | None) -> str:
@@ -217,6 +224,18 @@ class Serving:
             for completion in output.outputs:
                 raise_if_failed(completion.finish_reason, completion.stop_reason)
         return outputs
+
+
+no_effect: ContextVar[Sequence[str]] = ContextVar("no_effect", default=())
+"""Fields of the request that this task answers which change nothing; the answer's head names them."""
+_NOTHING = (b"null", b"false", b"{}", b"[]", b'""')
+_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def without_effect(body: bytes, kind: type[Any]) -> list[str]:
+    """Names of a body's fields that its type does not have, or that change nothing; not those that say nothing."""
+    known = frozenset(kind.__struct_fields__) - getattr(kind, "NO_EFFECT", frozenset())
+    return [name for name, raw in _top_level.decode(body).items() if name not in known and bytes(raw) not in _NOTHING]
 
 
 def raise_if_failed(finish_reason: str | None, detail: Any) -> None:

@@ -23,7 +23,11 @@ def structure(request: Sampling) -> dict[str, Any]:
         forms["response_format"] = form
     if request.structured_outputs is not None:
         forms["structured_outputs"] = request.structured_outputs
+    for name in ("json", "regex", "choice", "grammar"):  # older names of the same
+        if (value := getattr(request, f"guided_{name}")) is not None:
+            forms[f"guided_{name}"] = {name: value}
     if isinstance(request, ChatRequest) and (form := _forced_call(request)) is not None:
+        forms.pop("response_format", None)  # says what a text looks like, and this answer is none
         forms["tool_choice"] = form
     if len(forms) > 1:
         raise bad_request(f"{' and '.join(forms)} exclude each other", next(iter(forms)))
@@ -33,6 +37,8 @@ def structure(request: Sampling) -> dict[str, Any]:
         except RequestError as error:
             text = str(error) if name == "structured_outputs" else f"{name}: {error}"
             raise bad_request(text, name) from error
+        except UnicodeEncodeError as error:
+            raise bad_request(f"{name} holds half a surrogate pair, which is no text", name) from error
         except TypeError as error:
             raise bad_request(f"{name} has an unknown field: {clip(str(error).rpartition(' ')[2])}", name) from error
     return {}

@@ -88,6 +88,7 @@ class Ticket:
         on_close: Callable[[Ticket], None],
         due: list[Ticket],
     ) -> None:
+        self.since = time.monotonic()
         self.sequences = sequences
         self.prompt_tokens = prompt_tokens
         self.groups: list[RequestGroup] = []

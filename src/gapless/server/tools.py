@@ -7,6 +7,7 @@ call but is none stays text, so that nothing of an answer is lost.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable
@@ -22,6 +23,7 @@ MAX_HELD_SPACES = 256
 """Spaces that are held back because a call may follow; more are text."""
 MAX_UNDECIDED = 1024
 """Characters after which an answer that may still be anything is text."""
+_FORCED_HEAD = re.compile(r'\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*"arguments"\s*:\s*')
 _KEYS = ("name", "parameters", "arguments", "type", "function", "id")
 
 
@@ -35,6 +37,11 @@ class ToolParser(Protocol):
         """The rest, when no more will come."""
 
 
+def new_call_id() -> str:
+    """``call_`` and 24 hexadecimal digits."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 def _call(found: Any, short_id: bool = False) -> ToolCall | None:
     """A call from an object with a name and arguments; None if it is none."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
@@ -42,17 +49,28 @@ def _call(found: Any, short_id: bool = False) -> ToolCall | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
         return None
     arguments = found.get("arguments", found.get("parameters", {}))
+    if not _is_text(found["name"]):
+        return None
     if isinstance(arguments, str):
-        text = arguments
+        text = arguments if _is_text(arguments) else arguments.encode("utf-8", "backslashreplace").decode()
     elif isinstance(arguments, dict):
-        text = msgspec.json.encode(arguments).decode()
+        try:
+            text = msgspec.json.encode(arguments).decode()
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
+            text = json.dumps(arguments, separators=(",", ":"))
     else:
         return None
-    if short_id:
-        id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-    else:
-        id = f"call_{secrets.token_hex(12)}"
+    id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9)) if short_id else new_call_id()
     return ToolCall(FunctionCall(found["name"], text), id)
+
+
+def _is_text(text: str) -> bool:
+    """It has no half of a surrogate pair, which UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _objects(text: str, separators: str) -> list[Any] | None:
@@ -252,13 +270,24 @@ class ForcedParser:
         """See `ToolParser`. Arguments that were cut off are handed on as they are."""
         text = "".join(self._parts)
         if self._name is not None:
-            return "", [ToolCall(FunctionCall(self._name, text.strip()), f"call_{secrets.token_hex(12)}")]
-        values = _objects(text, "")
-        found = values[0] if values and len(values) == 1 and isinstance(values[0], list) else [None]
-        calls = [_call(value) for value in found]
-        if None in calls:
+            return "", [ToolCall(FunctionCall(self._name, text.strip()), new_call_id())]
+        if not text.lstrip().startswith("["):
             return text, []
-        return "", [call for call in calls if call is not None]
+        calls, at = list[ToolCall](), text.index("[") + 1
+        while at < len(text):
+            if text[at].isspace() or text[at] in ",]":
+                at += 1
+                continue
+            try:
+                value, at = _decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):  # cut off: of the last call there is a beginning, or not even that
+                if head := _FORCED_HEAD.match(text, at):
+                    calls.append(ToolCall(FunctionCall(json.loads(head[1]), text[head.end() :]), new_call_id()))
+                break
+            if (call := _call(value)) is None:
+                return text, []
+            calls.append(call)
+        return "", calls
 
 
 FORMS: dict[str, Callable[[frozenset[str]], ToolParser]] = {
