@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, Any, int, str]] = {
     "stop of another type": (COMPLETIONS, completion(stop=5), 400, "stop"),
     "stop id": (COMPLETIONS, completion(stop_token_ids=[331]), 400, "stop_token_ids"),
     "negative stop id": (COMPLETIONS, completion(stop_token_ids=[-1]), 400, "stop_token_ids"),
-    "many stop ids": (COMPLETIONS, completion(stop_token_ids=list(range(300))), 400, ""),
+    "many stop ids": (COMPLETIONS, completion(stop_token_ids=list(range(300))), 400, "stop_token_ids"),
     # 15: JSON
     "no body": (COMPLETIONS, b"", 400, ""),
     "no JSON": (COMPLETIONS, b"prompt=hello", 400, ""),
