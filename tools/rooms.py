@@ -33,7 +33,7 @@ ROOMS = [
 """Floors from the bottom up, with the rooms on each. A room that is not here fails the test: give it its place."""
 INSIDE = {
     "model": [
-        ["ops", "base", "embedding", "token_rows", "weights"],
+        ["ops", "base", "embedding", "token_rows", "python_state", "weights"],
         ["products"],
         ["parts"],
         ["hybrid", "lora_hooks"],

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gapless.errors import WeightError, did_you_mean
+from gapless.model.python_state import Follow, PythonState
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """New tensors by name: a state dict, or pairs. Some of the names are enough."""
@@ -29,6 +30,7 @@ class WeightUpdate:
 
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     events: tuple[torch.cuda.Event, ...] = ()
+    flags: tuple[Follow, ...] = ()  # Python state that is followed, see `gapless.model.python_state`
 
     def apply(self) -> None:
         """Copy, behind the caller's work. The current stream is the compute stream."""
@@ -37,6 +39,8 @@ class WeightUpdate:
         with torch.no_grad():
             for target, source in self.pairs:
                 target.copy_(source)
+        for module, name, value in self.flags:
+            setattr(module, name, value)
 
 
 class Weights:
@@ -50,6 +54,7 @@ class Weights:
     def __init__(self, module: nn.Module, source: nn.Module | None = None) -> None:
         self._tensors: dict[str, torch.Tensor] = dict(module.state_dict())  # aliases: they keep the addresses
         self._source = source
+        self._state = None if source is None else PythonState(source, module)
         self._host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self.device = next(iter(self._tensors.values())).device
 
@@ -63,8 +68,8 @@ class Weights:
         """They lie on the host, and nothing can run."""
         return bool(self._host)
 
-    def prepare(self, given: Named | None = None) -> WeightUpdate:
-        """Check new values. None: those of the caller's module.
+    def prepare(self, given: Named | None = None, *, follow: bool = True) -> WeightUpdate:
+        """Check new values. None: those of the caller's module; ``follow`` is as in `PythonState.changes`.
 
         Raises:
             WeightError: naming the tensor; nothing has changed.
@@ -72,7 +77,8 @@ class Weights:
         if self.asleep:
             raise WeightError("the weights are on the host since sleep(level=2): call wake() first")
         pairs = self._of_source() if given is None else self._of(given)
-        return WeightUpdate(tuple(pairs), self._events(source for _, source in pairs))
+        flags = self._state.changes(follow=follow) if given is None and self._state is not None else []
+        return WeightUpdate(tuple(pairs), self._events(source for _, source in pairs), tuple(flags))
 
     def _of_source(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if self._source is None:

@@ -41,6 +41,7 @@ from gapless.device.counts import CopyCounts
 from gapless.device.modes import plain_modes
 from gapless.errors import AdapterError, WeightError
 from gapless.lora.bank import AdapterBank, LoraWeights
+from gapless.model.adapter import TransformersModel
 from gapless.model.base import CausalModel
 from gapless.model.weights import Named, Weights, WeightUpdate
 from gapless.runner import draft_steps
@@ -307,7 +308,12 @@ class Runner:
                 raise WeightError(f"{kind} is no transformers model: change its weights yourself")
             return WeightUpdate(())
         with plain_modes():
-            return self.weights.prepare(weights)
+            return self.weights.prepare(weights, follow=self._reads_modules)
+
+    @property
+    def _reads_modules(self) -> bool:
+        """Every step runs the Python of the model's own modules."""
+        return isinstance(self.graphs.model, TransformersModel) and not self._shapes.capture
 
     def update_weights(self, update: WeightUpdate) -> None:
         """On the compute stream, and waited for."""
