@@ -63,8 +63,8 @@ class PythonState:
             if vars(now[name]).get("forward") is not forward:
                 raise WeightError(f"your model's {name!r} has another forward than when the engine was made. {_AGAIN}")
         for name, buffer in _unsaved(source):
-            before = self._buffers.get(name)
-            if before is None or before.shape != buffer.shape or not torch.equal(before.to(buffer.device), buffer):
+            saved = self._buffers.get(name)
+            if saved is None or saved.shape != buffer.shape or not torch.equal(saved.to(buffer.device), buffer):
                 raise WeightError(f"your model's buffer {name!r} has changed since the engine was made. {_AGAIN}")
         return [change for name, module in now.items() for change in self._of(name, module, follow)]
 
