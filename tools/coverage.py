@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from architectures.compare import Outcome, outcome
-from architectures.small import class_name, known_types
+from architectures.small import known_types
 from architectures.table import BEGIN, END, MAIN, render, replaced
 from gapless.cli import script
 from gapless.cli.parser import CommandError, Parser, UsageError
@@ -81,11 +81,11 @@ def outcomes(types: Sequence[str], seconds: float, device: str = "cpu") -> Itera
                 if mine.poll(seconds):
                     yield mine.recv()
                     continue
-                result = Outcome(name, "no end", f"more than {seconds:g} s", (), class_name(name))
+                result = Outcome(name, "no end", f"more than {seconds:g} s")
             except EOFError:
                 worker.join()
                 text = f"ended the process with code {worker.exitcode}"
-                result = Outcome(name, "not small", text, (), class_name(name))
+                result = Outcome(name, "not small", text)
             worker.kill()
             worker.join()
             worker = None

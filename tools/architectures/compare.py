@@ -35,14 +35,12 @@ class Outcome:
             ``not small`` or ``no end``, which say nothing.
         text: a bound of the largest difference, or the reason.
         windows: of the engine's groups of layers; see `gapless.cache.groups`.
-        name: of its class.
     """
 
     model_type: str
     result: str
     text: str
     windows: tuple[int | None, ...] = ()
-    name: str = ""
 
 
 def outcome(model_type: str, device: str = "cpu") -> Outcome:
@@ -54,14 +52,14 @@ def outcome(model_type: str, device: str = "cpu") -> Outcome:
         checks.check_config(config)
         difference, windows = _compare(small_model(config).to(device), device)
     except NotSmall as error:
-        return Outcome(model_type, "not small", str(error), (), name)
+        return Outcome(model_type, "not small", str(error))
     except UnsupportedModelError as error:
-        return Outcome(model_type, "refused", _reason(str(error), model_type, name), (), name)
+        return Outcome(model_type, "refused", _reason(str(error), model_type, name))
     except Exception as error:
-        return Outcome(model_type, "fails", told(error), (), name)
+        return Outcome(model_type, "fails", told(error))
     if difference > TOLERANCE:
-        return Outcome(model_type, "differs", f"by {difference:.1g}", windows, name)
-    return Outcome(model_type, "equal", _bound(difference), windows, name)
+        return Outcome(model_type, "differs", f"by {difference:.1g}", windows)
+    return Outcome(model_type, "equal", _bound(difference), windows)
 
 
 def _compare(model: Any, device: str) -> tuple[float, tuple[int | None, ...]]:

@@ -25,7 +25,7 @@ BEGIN, END = "<!-- coverage: made by `python tools/coverage.py --all --write` --
 
 
 def render(outcomes: Iterable[Outcome], version: str) -> str:
-    """The text between the marks."""
+    """The text between the marks: the main architectures by row, the others by what was found of them."""
     found = {o.model_type: o for o in outcomes}
     lines = [f"transformers {version}, fp32 on a CPU.", "", "| model | type | outcome | difference | KV cache |"]
     lines.append("|---|---|---|---|---|")
@@ -34,12 +34,13 @@ def render(outcomes: Iterable[Outcome], version: str) -> str:
             o = found[model_type]
             lines.append(f"| {label} | `{model_type}` | {o.result} | {_cell(o.text)} | {_groups(o)} |")
     for result, title in RESULTS.items():
-        others = [o for o in found.values() if o.result == result and o.model_type not in MAIN]
-        if not others:
-            continue
-        lines += ["", f"## {title}", "", "| class | type | what | KV cache |", "|---|---|---|---|"]
-        for o in sorted(others, key=lambda o: o.model_type):
-            lines.append(f"| {o.name} | `{o.model_type}` | {_cell(o.text)} | {_groups(o)} |")
+        alike: dict[tuple[str, str], list[str]] = {}
+        for o in sorted(found.values(), key=lambda o: o.model_type):
+            if o.result == result and o.model_type not in MAIN:
+                alike.setdefault((_cell(o.text), _groups(o)), []).append(f"`{o.model_type}`")
+        if alike:
+            lines += ["", f"## {title}", "", "| what | KV cache | types |", "|---|---|---|"]
+            lines += [f"| {what} | {groups} | {' '.join(types)} |" for (what, groups), types in alike.items()]
     return "\n".join(lines)
 
 
@@ -50,11 +51,11 @@ def parse(text: str) -> list[Outcome]:
         if line.startswith("## "):
             result = titles[line.removeprefix("## ")]
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) < 4 or not cells[1].startswith("`"):
-            continue
-        what = cells[3].replace("\\|", "|") if not result else cells[2].replace("\\|", "|")
-        windows = tuple(None if w == "all" else int(w) for w in re.findall(r"all|\d+", cells[-1]))
-        outcomes.append(Outcome(cells[1].strip("`"), result or cells[2], what, windows, cells[0]))
+        types = re.findall(r"`([^`]+)`", cells[2 if result else 1]) if len(cells) > 2 else []
+        what = cells[0 if result else 3].replace("\\|", "|") if types else ""
+        groups = cells[1 if result else 4] if types else ""
+        windows = tuple(None if w == "all" else int(w) for w in re.findall(r"all|\d+", groups))
+        outcomes += [Outcome(name, result or cells[2], what, windows) for name in types]
     return outcomes
 
 
