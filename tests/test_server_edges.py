@@ -362,3 +362,24 @@ def test_a_cut_list_of_calls_is_no_text(end: int) -> None:
     assert not text
     assert [c.function.name for c in calls] == ["f", "g"][: whole[: end + 1].count('arguments":')]
     assert all(str(c.function.arguments) in whole.replace(" ", "") + whole for c in calls)
+
+
+def test_usage_says_what_was_cached(server: LiveServer) -> None:
+    text = "seven " * 12
+    talk = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    bodies = {
+        "completions": {"prompt": text, "max_tokens": 2},
+        "chat/completions": talk,
+        "responses": {"input": text, "max_output_tokens": 2},
+    }
+    for name, body in bodies.items():
+        server.post(f"/v1/{name}", body)
+        before = server.engine.scheduler.snapshot().prefix_hit_tokens
+        usage = server.post(f"/v1/{name}", body).json()["usage"]
+        true = server.engine.scheduler.snapshot().prefix_hit_tokens - before
+        assert true > 0
+        kind = "input_tokens_details" if name == "responses" else "prompt_tokens_details"
+        assert usage[kind]["cached_tokens"] == true
+        if name != "responses":
+            last = server.stream(f"/v1/{name}", {**body, "stream_options": {"include_usage": True}})[-1]
+            assert last["usage"][kind]["cached_tokens"] == true

@@ -57,6 +57,7 @@ class RowTable:
         self.ranks = np.zeros(rows, np.int64)  # who goes first: by priority, then by id
         self.cache_keys: list[bytes] = [b""] * rows
         self.preemptions = np.zeros(rows, np.int32)
+        self.cached = np.zeros(rows, np.int32)  # tokens of the prompt that a prefix held at the first start
         self.first_token_time = np.zeros(rows, np.float64)
         self.stop_ids = np.full((rows, MAX_STOP_TOKEN_IDS), -1, np.int32)
         self.tokens = np.zeros((rows, layout.max_model_len), np.int32)
@@ -82,7 +83,8 @@ class RowTable:
         self.prompt_len[row] = self.known[row] = self.total[row] = n
         self.limit[row] = n + request.max_tokens
         self.min_end[row] = n + request.params.min_tokens
-        self.computed[row] = self.in_flight[row] = self.preemptions[row] = self.blocks_hashed[row] = 0
+        self.computed[row] = self.in_flight[row] = self.preemptions[row] = 0
+        self.blocks_hashed[row] = self.cached[row] = 0
         self.finished[row] = False
         self.streaming[row] = request.streaming
         self.features[row] = int(row_features(request))

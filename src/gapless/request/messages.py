@@ -21,6 +21,7 @@ class Finished:
         error: what went wrong when the reason is ERROR.
         first_token_time: ``time.monotonic()`` when the first new token was committed; None without one.
         weight_versions: of the first and of the last step whose work it holds.
+        cached_tokens: of the prompt, that a prefix held when the request started first.
     """
 
     id: int
@@ -31,6 +32,7 @@ class Finished:
     num_preemptions: int = 0
     first_token_time: float | None = None
     weight_versions: tuple[int, int] = (0, 0)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

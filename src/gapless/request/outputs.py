@@ -17,12 +17,16 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request in seconds of ``time.monotonic()``; None until it happened."""
+    """Times of one request in seconds of ``time.monotonic()``; None until it happened.
+
+    ``cached_tokens``: of the prompt, that the prefix cache held for each of its completions; known at their end.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    cached_tokens: int | None = None
 
 
 @dataclass(slots=True)

@@ -157,6 +157,8 @@ class Prefill:
         blocks.start(row, hit)
         r.blocks_hashed[row] = hit.num_blocks
         r.computed[row] = start
+        if not r.preemptions[row]:
+            r.cached[row] = start
         self._states.stats.prefix_hit_tokens += start
         if tokens:
             builder.update(r.token_updates(row, 0, tokens))

@@ -281,7 +281,8 @@ class Scheduler:
         new = r.tokens[row, r.prompt_len[row] : r.known[row]].copy()
         first = float(r.first_token_time[row]) if len(new) else None
         preemptions, versions = int(r.preemptions[row]), self.versions.of(row)
-        ended = Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first, versions)
+        cached = int(r.cached[row])
+        ended = Finished(int(r.ids[row]), new, reason, stop_token, error, preemptions, first, versions, cached)
         self._message.finished.append(ended)
         self.stats.requests_finished += 1
 

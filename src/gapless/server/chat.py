@@ -28,6 +28,7 @@ from gapless.server.protocol import (
     Delta,
     ToolCall,
     Usage,
+    cached_tokens,
     usage_of,
 )
 from gapless.server.serving import Json, Serving, new_id, raise_if_failed
@@ -134,7 +135,7 @@ def _answer(call: Call, output: RequestOutput) -> ChatCompletion:
         if call.body.return_token_ids:
             choice.token_ids = c.token_ids
         choices.append(choice)
-    usage = usage_of(call.prompt_tokens, generated)
+    usage = usage_of(call.prompt_tokens, generated, cached_tokens(output))
     completion = ChatCompletion(call.id, "chat.completion", call.created, call.model, choices, usage)
     if call.body.return_token_ids:
         completion.prompt_token_ids = call.prompt.token_ids.tolist()
@@ -153,6 +154,7 @@ class _Events:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._answers = dict[int, Answer]()
         self._generated = 0
+        self._cached: int | None = None  # known at the end
         self._of_prompt = False
         self._special = call.writer is not None or self._continuous or bool(call.body.return_token_ids)
         self._content = dict[int, sse.PlainEvent]()  # of those that have begun
@@ -161,6 +163,8 @@ class _Events:
         """What is new."""
         call, parts = self._call, list[bytes]()
         for output in outputs.values():
+            if output.finished:
+                self._cached = cached_tokens(output)
             for c in output.outputs:
                 raise_if_failed(c.finish_reason, c.stop_reason)
                 event = None if c.finished else self.text(0, c.index, c.text, len(c.token_ids))
@@ -220,7 +224,7 @@ class _Events:
         return found
 
     def _counted(self) -> Usage:
-        return usage_of(self._call.prompt_tokens, self._generated)
+        return usage_of(self._call.prompt_tokens, self._generated, self._cached)
 
     def finish(self) -> bytes:
         """Tokens, for those who ask for them."""

@@ -21,6 +21,7 @@ from gapless.server.protocol import (
     CompletionLogprobs,
     CompletionRequest,
     Usage,
+    cached_tokens,
     usage_of,
 )
 from gapless.server.serving import Json, Serving, new_id, raise_if_failed
@@ -131,7 +132,8 @@ def _answer(call: _Call, outputs: list[RequestOutput]) -> Completion:
         for c in output.outputs:
             generated += len(c.token_ids)
             choices.append(_choice(call, i, output, c, None))
-    return call.completion(choices, usage_of(call.prompt_tokens, 0 if call.empty else generated))
+    cached = sum(map(cached_tokens, outputs))
+    return call.completion(choices, usage_of(call.prompt_tokens, 0 if call.empty else generated, cached))
 
 
 def _choice(call: _Call, i: int, output: RequestOutput, c: CompletionOutput, offset: int | None) -> CompletionChoice:
@@ -162,6 +164,7 @@ class _Events:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._offsets = dict[int, int]()
         self._generated = 0
+        self._cached: int | None = None  # known at the end of each prompt
         special = call.writer is not None or call.empty or self._continuous or call.body.return_token_ids
         self._plain: dict[int, sse.PlainEvent] | None = None if special else {}  # of those that have begun
         self._with_prompt = dict[int, Any]()
@@ -173,6 +176,8 @@ class _Events:
             if output.prompt_logprobs is not None:
                 self._with_prompt[i] = output.prompt_logprobs
             output.prompt_logprobs = self._with_prompt.get(i)
+            if output.finished:
+                self._cached = (self._cached or 0) + cached_tokens(output)
             for c in output.outputs:
                 raise_if_failed(c.finish_reason, c.stop_reason)
                 event = None if c.finished else self.text(i, c.index, c.text, len(c.token_ids))
@@ -206,7 +211,7 @@ class _Events:
         return choice
 
     def _counted(self) -> Usage:
-        return usage_of(self._call.prompt_tokens, 0 if self._call.empty else self._generated)
+        return usage_of(self._call.prompt_tokens, 0 if self._call.empty else self._generated, self._cached)
 
     def finish(self) -> bytes:
         """Tokens, for those who ask for them."""

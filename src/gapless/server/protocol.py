@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gapless.request.outputs import RequestOutput
+
 MAX_TOOLS = 128
 MAX_MESSAGES = 8192
 
@@ -78,9 +80,15 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: dict[str, int] | None = None
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> Usage:
-    """With the sum."""
-    return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens)
+def usage_of(prompt_tokens: int, completion_tokens: int, cached: int | None = None) -> Usage:
+    """With the sum. ``cached``: tokens of prompts that the prefix cache held, once that is known."""
+    details = None if cached is None else {"cached_tokens": cached}
+    return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
+
+
+def cached_tokens(output: RequestOutput) -> int:
+    """Tokens of a prompt that the prefix cache held."""
+    return 0 if output.metrics is None else output.metrics.cached_tokens or 0
 
 
 # ---- /v1/completions -----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from gapless.server.protocol import (
     NamedTool,
     Tool,
     ToolCall,
+    cached_tokens,
 )
 from gapless.server.responses_protocol import (
     IncompleteDetails,
@@ -57,6 +58,7 @@ async def create(serving: Serving, request: Request) -> Any:
         ticket = serving.submit([call.prompt], [params], "final", writer.response.id, terms=terms)
         (output,) = await serving.final(ticket, request)
         (completion,) = output.outputs
+        writer.cached = cached_tokens(output)
         for _ in writer.take(completion):
             pass
         return Json(writer.response)
@@ -190,6 +192,7 @@ class _Writer:
         self._call = call
         self._answer = Answer(call.form)
         self._number = -1
+        self.cached = 0
         self._tokens = 0
         self._thought_tokens = 0
         self._current: OutputItem | None = None
@@ -333,7 +336,7 @@ class _Writer:
         yield from self._close("incomplete" if cut else "completed")
         read, written = self._call.prompt_tokens, self._tokens
         self.response.usage = ResponseUsage(
-            read, written, read + written, InputDetails(), OutputDetails(self._thought_tokens)
+            read, written, read + written, InputDetails(self.cached), OutputDetails(self._thought_tokens)
         )
         self.response.status = "incomplete" if cut else "completed"
         if cut:
@@ -355,6 +358,7 @@ class _Events:
             self._begun = True
             parts.append(self._writer.begin())
         for output in outputs.values():
+            self._writer.cached = cached_tokens(output)
             for c in output.outputs:
                 parts += self._writer.take(c)
         return b"".join(parts)

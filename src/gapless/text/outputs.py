@@ -151,6 +151,8 @@ class OutputProcessor:
                 continue
             metrics = c.group.metrics
             metrics.num_preemptions += end.num_preemptions
+            before = metrics.cached_tokens
+            metrics.cached_tokens = end.cached_tokens if before is None else min(before, end.cached_tokens)
             if end.first_token_time is not None:
                 metrics.first_token_time = min(metrics.first_token_time or end.first_token_time, end.first_token_time)
             c.group.saw_weights(*end.weight_versions)
