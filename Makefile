@@ -1,6 +1,7 @@
 # make demo   a small real model answers the prompts of examples/ through the asynchronous loop
 # make test   all tests
-# Both create .venv and bring the model on their first call. Others: make clients, lint, types, model, readme, clean.
+# Both create .venv and bring the model on their first call. Others: make clients, lint, types, model, readme, lines,
+# clean.
 #
 # PYTHON and VENV may be given: make test PYTHON=python3.12 VENV=/tmp/venv
 
@@ -14,7 +15,7 @@ CUDA := import importlib.util as u, sys; sys.exit(not u.find_spec("torch") or __
 INSTALL = if $(BIN)/python -c '$(CUDA)' 2>/dev/null; then pins=; else pins='-c constraints-dev.txt'; fi; \
 	$(BIN)/python -m pip install --quiet $$pins
 
-.PHONY: demo test clients lint types install model readme clean
+.PHONY: demo test clients lint types install model readme lines clean
 
 demo: $(VENV)/.demo model
 	$(BIN)/python examples/demo.py
@@ -57,6 +58,10 @@ $(BIN)/python:
 readme: $(VENV)/.dev
 	$(BIN)/python tools/quote_loop.py
 	$(BIN)/python tools/rooms.py
+
+# Lines of the files that a step passes through, and of the rest.
+lines:
+	@$(PYTHON) tools/lines.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -20,7 +20,8 @@ import numpy as np
 
 from gapless.batch.row_table import RowTable
 from gapless.cache.block_pool import ROOT, block_keys
-from gapless.cache.block_tables import BlockTables, Hit
+from gapless.cache.block_pools import Hit
+from gapless.cache.block_tables import BlockTables
 from gapless.request.prompt_embeds import OVERRIDDEN
 
 

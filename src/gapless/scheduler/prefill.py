@@ -63,7 +63,8 @@ class Prefill:
 
     def _chunk(self, row: int, start: int, builder: StepBuilder) -> int:
         """Tokens of the row's next chunk, from position ``start``."""
-        length = min(int(self._rows.total[row]) - start, builder.budget, self._blocks.longest_chunk(row))
+        r = self._rows
+        length = min(int(r.total[row]) - start, builder.budget, self._blocks.longest_chunk(int(r.limit[row])))
         return self._states.scores.chunk(row, start, length, builder)
 
     def _add_chunk(self, row: int, start: int, length: int, builder: StepBuilder) -> None:
@@ -147,7 +148,7 @@ class Prefill:
         builder.seqs_left -= 1
         length = self._chunk(row, start, builder)
         # Room for all of its tokens, not for the first chunk only: it should not be preempted before it has decoded.
-        chunk = min(total - start, self._budget, blocks.longest_chunk(row))
+        chunk = min(total - start, self._budget, blocks.longest_chunk(int(r.limit[row])))
         if not blocks.fits(hit, total, chunk):
             return False
         tokens = start if r.needs_prompt[row] else 0
