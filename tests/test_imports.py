@@ -111,8 +111,8 @@ def test_the_check_itself() -> None:
     assert part("gapless.cache.block_pool") == "cache"
     assert part("gapless.EngineConfig") is None
     assert part("numpy.random") is None
-    tables = SOURCE / "gapless" / "cache" / "block_tables.py"
-    assert any(name == "gapless.cache.block_pool" for _, name, _ in imports(tables))
+    pools = SOURCE / "gapless" / "cache" / "block_pools.py"
+    assert any(name == "gapless.cache.block_pool" for _, name, _ in imports(pools))
     lazy = [(name, now) for _, name, now in imports(SOURCE / "gapless" / "engine" / "build.py") if "cuda" in name]
     assert lazy
     assert not any(now for _, now in lazy)
