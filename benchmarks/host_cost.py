@@ -217,7 +217,7 @@ class PacedGraphs(Graphs):
     """Launches everything as if it had been captured."""
 
     def launch(self, key: Key, slot: Slot) -> None:
-        device: Any = self._device
+        device: Any = self.device
         device.run(key)
 
 

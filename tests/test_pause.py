@@ -20,6 +20,7 @@ from gapless import LLM, AsyncLLM, ConfigError, EngineClosedError, EngineDeadErr
 from gapless.device.cpu import CpuDevice
 from gapless.request.outputs import FinishReason
 from gapless.runner.keys import Key
+from gapless.runner.recapture import warm
 from models import tiny
 from proof.harness import make_parts, make_request
 from proof.hash_model import HashModel
@@ -292,7 +293,8 @@ def test_warming_up_writes_to_nobody_s_rows() -> None:
     arena = runner.state.arena
     tables = [t[:row].clone() for t in (arena.token_table, arena.block_tables, arena.params)]
     blocks = [t[:, 1:].clone() for t in runner.state.kv]
-    runner.graphs.warm([Key("forward", 16, 4, False), Key("forward", 4, 4, True), Key("sample", 4, 4, False)])
+    keys = [Key("forward", 16, 4, False), Key("forward", 4, 4, True), Key("sample", 4, 4, False)]
+    warm(runner.graphs, keys)
     after = (arena.token_table, arena.block_tables, arena.params)
     assert all(torch.equal(a, b[:row]) for a, b in zip(tables, after, strict=True))
     assert all(torch.equal(a, b[:, 1:]) for a, b in zip(blocks, runner.state.kv, strict=True))

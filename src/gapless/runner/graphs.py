@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from gapless.attention.context import AttentionContext
-from gapless.batch.plan import StepPlan
 from gapless.batch.row_layout import RowLayout
-from gapless.batch.row_params import Feature, Word
+from gapless.batch.row_params import Word
 from gapless.batch.slot_layout import slot_layout, step_inputs
 from gapless.device.base import Access, Device
 from gapless.model.base import CausalModel
@@ -26,19 +24,6 @@ from gapless.runner.masks import MaskRegion, mask_inputs
 from gapless.runner.shapes import Shapes
 from gapless.runner.slot import Slot
 from gapless.runner.state import State
-
-NO_STEP = StepPlan(
-    step=-1,
-    rows=np.zeros(0, np.int32),
-    starts=np.zeros(0, np.int32),
-    query_lens=np.zeros(0, np.int32),
-    flags=np.zeros(0, np.int32),
-    input_ids=np.zeros(0, np.int32),
-    carry=np.zeros(0, np.bool_),
-    updates=np.zeros((0, 2), np.int32),
-    features=Feature.GREEDY,
-)
-"""Nothing but padding: it names the null row and the null block alone."""
 
 
 class Graphs:
@@ -69,9 +54,9 @@ class Graphs:
         processed_logprobs: bool,
     ) -> None:
         self.model = model
-        self._device, self._layout, self._state = device, layout, state
-        self._slots, self._masks = slots, masks
-        self._kernels, self._shapes = kernels, shapes
+        self.device, self.layout, self._state = device, layout, state
+        self.slots, self._masks = slots, masks
+        self._kernels, self.shapes = kernels, shapes
         self._processed_logprobs = processed_logprobs
         self.captured: dict[tuple[int, Key], Callable[[], None]] = {}
         self._access: dict[str, list[Access]] = {}
@@ -84,9 +69,9 @@ class Graphs:
         read = state if lora is None else (*state, lora.buffer)
         read = read if embeds is None else (*read, embeds.table)
         self._access = {
-            "draft": [Access((slot.device, *state), state) for slot in self._slots],
-            "forward": [Access((slot.device, *read), state) for slot in self._slots],
-            "sample": [Access((slot.device, *state, slot.out), (words, slot.out)) for slot in self._slots],
+            "draft": [Access((slot.device, *state), state) for slot in self.slots],
+            "forward": [Access((slot.device, *read), state) for slot in self.slots],
+            "sample": [Access((slot.device, *state, slot.out), (words, slot.out)) for slot in self.slots],
             "mask": [Access((region.device, words), (words,)) for region in self._masks],
         }
 
@@ -99,8 +84,8 @@ class Graphs:
 
     def launch(self, key: Key, slot: Slot) -> None:
         """Enqueue a part of the slot's step."""
-        work = self.captured[slot.index, key] if self._shapes.capture else self._build(key, slot)
-        self._device.launch(work, self._access[key.part][slot.index], key.part)
+        work = self.captured[slot.index, key] if self.shapes.capture else self.build(key, slot)
+        self.device.launch(work, self._access[key.part][slot.index], key.part)
 
     # ---- capture --------------------------------------------------------------------------------------------------
 
@@ -108,7 +93,7 @@ class Graphs:
         """See `gapless.runner.keys.graph_keys`."""
         state = self._state
         return graph_keys(
-            self._shapes,
+            self.shapes,
             masks=bool(self._masks),
             lora=state.lora is not None,
             query_width=1 if state.drafts is None else state.drafts.query_width,
@@ -121,47 +106,24 @@ class Graphs:
         The slots hold zeros, that is a step of no tokens: all of it is padding. Without ``run`` the kernels must have
         been compiled, and what the slots hold does not matter.
         """
-        with self._device.thread_context():
+        with self.device.thread_context():
             for key in keys:
-                for slot in self._slots:
-                    work = self._build(key, slot)
+                for slot in self.slots:
+                    work = self.build(key, slot)
                     if slot.index == 0 and run:
                         work()
-                        self._device.synchronize()
-                    if self._shapes.capture:
-                        self.captured[slot.index, key] = self._device.capture(work)
-            self._device.synchronize()
-
-    def capture_again(self) -> None:
-        """What was captured at start; every kernel is compiled by now."""
-        if self._shapes.capture:
-            keys = self.keys()
-            self.warm(keys)
-            self.capture(keys, run=False)
-
-    def warm(self, keys: list[Key]) -> None:
-        """Run the smallest key of each kind without a token. Libraries keep a handle and a workspace for each thread
-        that calls them, which a capture may not be the first to ask for; and this thread has only replayed.
-
-        Not the masks: they call no library, and their region of the slot still holds those of an earlier step, which
-        would be written to rows that others have by now.
-        """
-        slot = self._slots[0]
-        kinds = [key for key in keys if key.part != "mask"]
-        smallest = {(key.part, key.decode_only, key.lora, key.query_width, key.max_query_len): key for key in kinds}
-        with self._device.thread_context():
-            for key in smallest.values():
-                slot.fill(NO_STEP, slot_layout(key.num_tokens, key.num_seqs), self._layout.null_row)
-                slot.device.copy_(slot.host)
-                self._build(key, slot)()
-            self._device.synchronize()
+                        self.device.synchronize()
+                    if self.shapes.capture:
+                        self.captured[slot.index, key] = self.device.capture(work)
+            self.device.synchronize()
 
     # ---- what is enqueued -----------------------------------------------------------------------------------------
 
-    def _build(self, key: Key, slot: Slot) -> Callable[[], None]:
+    def build(self, key: Key, slot: Slot) -> Callable[[], None]:
+        """The work of a part, as it is enqueued or captured."""
         if key.part == "mask":
-            inputs = mask_inputs(self._masks[slot.index].device, self._layout)
-            return lambda: self._kernels.mask(inputs, self._state.arena.words, self._layout)
+            inputs = mask_inputs(self._masks[slot.index].device, self.layout)
+            return lambda: self._kernels.mask(inputs, self._state.arena.words, self.layout)
         return {"draft": self._draft, "forward": self._forward, "sample": self._sample}[key.part](key, slot)
 
     def _draft(self, key: Key, slot: Slot) -> Callable[[], None]:
@@ -170,7 +132,7 @@ class Graphs:
         return self._state.drafts.propose(key, step, self._kernels)
 
     def _forward(self, key: Key, slot: Slot) -> Callable[[], None]:
-        state, layout = self._state, self._layout
+        state, layout = self._state, self.layout
         step = step_inputs(slot.device, slot_layout(key.num_tokens, key.num_seqs))
         indices = state.indices.cut(key.num_tokens, key.num_seqs)
         logits_index = indices.logits_index
@@ -226,7 +188,7 @@ class Graphs:
 
         def work() -> None:
             self._kernels.sample(
-                logits, state.arena.words, self._layout, rows, positions, flags, key.features, out, records,
+                logits, state.arena.words, self.layout, rows, positions, flags, key.features, out, records,
                 processed_logprobs=self._processed_logprobs,
             )  # fmt: skip
             if accept is not None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -36,26 +36,23 @@ from gapless.batch.plan import SeqFlag, StepPlan
 from gapless.batch.row_layout import I32, RowLayout
 from gapless.batch.row_params import Feature, covering
 from gapless.batch.slot_layout import slot_layout
-from gapless.device.base import NOTHING, Device, DeviceError, Event
+from gapless.device.base import Device, DeviceError, Event
 from gapless.device.counts import CopyCounts
-from gapless.device.modes import plain_modes
-from gapless.errors import AdapterError, WeightError
-from gapless.lora.bank import AdapterBank, LoraWeights
-from gapless.model.adapter import TransformersModel
+from gapless.lora.bank import AdapterBank
 from gapless.model.base import CausalModel
-from gapless.model.weights import Named, Weights, WeightUpdate
+from gapless.model.weights import Weights
 from gapless.runner import draft_steps
 from gapless.runner.base import MaskBuffer
 from gapless.runner.draft_steps import num_logits
 from gapless.runner.graphs import Graphs
 from gapless.runner.kernels import Kernels
 from gapless.runner.keys import MASK, Key
-from gapless.runner.lora_memory import LoraMemory
 from gapless.runner.masks import MaskRegion
 from gapless.runner.shapes import Shapes
 from gapless.runner.sleep import Sleep
 from gapless.runner.slot import Ring, Slot
 from gapless.runner.state import State
+from gapless.runner.upkeep import Upkeep
 from gapless.speculative.base import Speculation
 
 NO_ROWS = np.zeros(0, np.int32)
@@ -99,7 +96,7 @@ class StepResult:
     mask_wait_ms: float = 0.0  # the compute stream had nothing to do between forward and sample, for want of masks
 
 
-class Runner:
+class Runner(Upkeep):
     """See the module.
 
     Args:
@@ -173,11 +170,6 @@ class Runner:
         # One more than slots: the end of the step before is still needed when a step has been waited for.
         self._watches = [Stopwatch(*(device.event(timing=True) for _ in range(4))) for _ in range(depth + 1)]
         self._last: Stopwatch | None = None
-
-    @property
-    def lora(self) -> LoraMemory | None:
-        """The adapters, if requests may run with them."""
-        return self.state.lora
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -266,69 +258,6 @@ class Runner:
     def copies(self) -> CopyCounts:
         """Of the device, counted on."""
         return self.device.copies
-
-    # ---- adapters -------------------------------------------------------------------------------------------------
-
-    @property
-    def lora_slots(self) -> int:
-        """How many adapters fit."""
-        return 0 if self.lora is None else self.lora.bank.slots
-
-    def check_lora(self, adapter: Mapping[str, LoraWeights]) -> None:
-        """See `AdapterBank.check`."""
-        self._adapters.bank.check(adapter)
-
-    def stage_lora(self, adapter: Mapping[str, LoraWeights]) -> None:
-        """See `LoraMemory.stage`."""
-        with plain_modes():
-            self._adapters.stage(adapter)
-
-    def load_lora(self, slot: int) -> None:
-        """See `LoraMemory.load`."""
-        self._adapters.load(slot)
-
-    @property
-    def _adapters(self) -> LoraMemory:
-        if self.lora is None:
-            raise AdapterError("this engine was started without enable_lora=True")
-        return self.lora
-
-    # ---- weights and memory, while no step is in flight -----------------------------------------------------------
-
-    @property
-    def owns_weights(self) -> bool:
-        """No caller shares them."""
-        return self.weights is not None and self.weights.owned
-
-    def prepare_weights(self, weights: Named | None) -> WeightUpdate:
-        """See `Weights.prepare`; for another thread."""
-        if self.weights is None:
-            if weights is not None:
-                kind = type(self.graphs.model).__name__
-                raise WeightError(f"{kind} is no transformers model: change its weights yourself")
-            return WeightUpdate(())
-        with plain_modes():
-            return self.weights.prepare(weights, follow=self._reads_modules)
-
-    @property
-    def _reads_modules(self) -> bool:
-        """Every step runs the Python of the model's own modules."""
-        return isinstance(self.graphs.model, TransformersModel) and not self._shapes.capture
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        """On the compute stream, and waited for."""
-        if self.weights is not None and self.weights.asleep:
-            raise WeightError("the weights are on the host since sleep(level=2): call wake() first")
-        self.device.launch(update.apply, NOTHING, "weights")
-        self.device.synchronize()
-
-    def sleep(self, level: int) -> None:
-        """See `gapless.runner.sleep`."""
-        self._sleep.sleep(level)
-
-    def wake(self) -> None:
-        """See `gapless.runner.sleep`."""
-        self._sleep.wake()
 
     # ---- start and end --------------------------------------------------------------------------------------------
 

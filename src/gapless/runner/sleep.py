@@ -17,6 +17,7 @@ from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.model.weights import Weights
 from gapless.runner.graphs import Graphs
+from gapless.runner.recapture import recapture
 from gapless.runner.state import State
 
 
@@ -51,8 +52,7 @@ class Sleep:
                 if weights is not None:
                     weights.to_device()
                 self._state.take_pools()
-                self._graphs.bind()
-                self._graphs.capture_again()
+                recapture(self._graphs)
             except BaseException as error:
                 if moved and weights is not None:
                     self._drop(weights)
@@ -70,8 +70,7 @@ class Sleep:
         with _exclusive(self._device):
             self._device.synchronize()
             self._graphs.drop()
-            self._graphs.bind()
-            self._graphs.capture_again()
+            recapture(self._graphs)
 
     def _drop(self, weights: Weights | None = None) -> None:
         self._device.synchronize()
