@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +15,23 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MAX_DEPTH = 64
 """Far beyond any use: two steps hide the host, and every further one has buffers of its own."""
+
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""Other usual names."""
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``2G``, ``512MiB``, ``1.5g`` or a plain number; a K is 1024.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]?)(?:i?b)?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is no size such as 2G or 512M")
+    return int(float(found[1]) * _UNITS[found[2]]) if found[2] or "." in found[1] else int(found[1])
 
 
 def _check(name: str, value: object, ok: bool, allowed: str) -> None:
@@ -29,7 +48,8 @@ class EngineConfig:
     """Options of an engine.
 
     Attributes:
-        dtype: of weights and activations. ``auto`` takes the model's own (fp32 on a CPU).
+        dtype: of weights and activations; ``bf16`` and ``fp16`` are taken too. ``auto`` takes the model's own (fp32 on
+            a CPU).
         kv_cache_dtype: of keys and values in the cache. ``auto`` is that of the model; ``fp8_e4m3`` takes half the
             memory of bf16, so that twice as many tokens fit, and keeps four significant bits of each number. What else
             layers keep (inputs of convolutions, keys of indexers, states) stays as it is.
@@ -43,7 +63,8 @@ class EngineConfig:
         num_kv_blocks: blocks of the layers that keep every token; layers with a sliding window, which keep few, get
             what ``max_num_seqs`` rows need, and at most as many. In a model of windows alone, the blocks of each. None:
             from ``kv_cache_memory_bytes``, else from a share of the memory.
-        kv_cache_memory_bytes: size of the KV cache in bytes, of all layers together.
+        kv_cache_memory_bytes: size of the KV cache, of all layers together: bytes, or a text such as ``2G``. None on a
+            CPU: 1 GiB, or up to 4 for one request of the full length, and at most a quarter of what is available.
         gpu_memory_utilization: share of the device's memory that weights, graphs and cache may take together.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         enforce_eager: no CUDA graphs.
@@ -87,6 +108,14 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
+        name = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(name, name))
+        if self.kv_cache_dtype == "fp8":
+            object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
+        size: Any = self.kv_cache_memory_bytes
+        if isinstance(size, str):
+            with contextlib.suppress(ValueError):  # the check below names what is allowed
+                object.__setattr__(self, "kv_cache_memory_bytes", parse_size(size))
         _check("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         kept = self.kv_cache_dtype
         _check("kv_cache_dtype", kept, kept in KV_CACHE_DTYPES, f"one of {', '.join(KV_CACHE_DTYPES)}")

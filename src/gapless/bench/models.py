@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from gapless.bench.workloads import Workload
+from gapless.device.memory import require
 from gapless.errors import ConfigError, did_you_mean
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -98,10 +99,22 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
     kind = options.pop("kind")
     made = getattr(transformers, options.pop("config", f"{kind}Config"))
     config = made(**options, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    refuse_too_large(shape, config, kind, device, dtype)
     torch.manual_seed(seed)
     with device:
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
+
+
+def refuse_too_large(shape: str, config: Any, kind: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` if a shape's weights are larger than the memory that is available."""
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    known = ", ".join(SHAPES)
+    require(device, size, f"shape={shape!r} in {str(dtype).removeprefix('torch.')}", f"Take a smaller one of {known}")
 
 
 def load_once(name: str, device: torch.device, dtype: str) -> Any:

@@ -13,11 +13,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
+from gapless.config import parse_size
 from gapless.request.structured import StructuredOutputsParams
 from gapless.speculative_config import SpeculativeConfig
 
 SPELLING = {("EngineConfig", "seed"): "engine-seed", ("SamplingParams", "speculative"): "drafts"}
 """Options that are not spelt like their field, because another dataclass has a field of that name."""
+
+
+def _parsed(parse: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
+    """``parse`` for argparse: a bad value is told what is allowed, and no name of a function."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, TypeError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {allowed}") from None
+
+    return parsed
+
+
+def _or_none(parse: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
+    return _parsed(lambda text: None if text.lower() == "none" else parse(text), f"{allowed}, or none")
 
 
 def _integers(text: str) -> list[int]:
@@ -36,31 +53,36 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def either(text: str) -> Any:
-        return None if text.lower() == "none" else parse(text)
-
-    either.__name__ = parse.__name__.strip("_")  # what argparse calls it when it refuses a value
-    return either
-
-
+_INTEGER, _NUMBER, _LIST = "an integer", "a number", "integers with commas, such as 1,2"
+_SIZE = "a size in bytes, or such as 2G or 512M"
 _KINDS: dict[Any, dict[str, Any]] = {
     bool: {"action": argparse.BooleanOptionalAction},
     bool | None: {"action": argparse.BooleanOptionalAction},
-    int: {"type": int, "metavar": "N"},
-    float: {"type": float, "metavar": "X"},
+    int: {"type": _parsed(int, _INTEGER), "metavar": "N"},
+    float: {"type": _parsed(float, _NUMBER), "metavar": "X"},
     str: {"metavar": "NAME"},
-    int | None: {"type": _or_none(int), "metavar": "N"},
-    float | None: {"type": _or_none(float), "metavar": "X"},
+    int | None: {"type": _or_none(int, _INTEGER), "metavar": "N"},
+    float | None: {"type": _or_none(float, _NUMBER), "metavar": "X"},
     str | None: {"metavar": "NAME"},
     str | Sequence[str]: {"action": "append", "metavar": "TEXT"},
-    Sequence[int]: {"type": _integers, "metavar": "N,N"},
-    Sequence[int] | None: {"type": _or_none(_integers), "metavar": "N,N"},
-    SpeculativeConfig | None: {"type": _or_none(str), "metavar": "METHOD,NAME=VALUE"},
-    Mapping[int, float] | None: {"type": _or_none(_biases), "metavar": "N:X,N:X"},
+    Sequence[int]: {"type": _parsed(_integers, _LIST), "metavar": "N,N"},
+    Sequence[int] | None: {"type": _or_none(_integers, _LIST), "metavar": "N,N"},
+    SpeculativeConfig | None: {"type": _or_none(str, "a method"), "metavar": "METHOD,NAME=VALUE"},
+    Mapping[int, float] | None: {
+        "type": _or_none(_biases, "token ids with their biases, such as 5:-100,7:2.5"),
+        "metavar": "N:X,N:X",
+    },
     Sequence[str | Sequence[int]]: {"action": "append", "metavar": "TEXT"},
-    StructuredOutputsParams | Mapping[str, Any] | None: {"type": _or_none(_object), "metavar": "JSON"},
+    StructuredOutputsParams | Mapping[str, Any] | None: {
+        "type": _or_none(_object, 'a JSON object, such as {"regex": "[0-9]+"}'),
+        "metavar": "JSON",
+    },
 }
+_SIZES = {
+    int: {"type": _parsed(parse_size, _SIZE), "metavar": "SIZE"},
+    int | None: {"type": _or_none(parse_size, _SIZE), "metavar": "SIZE"},
+}
+"""For fields whose names end in ``bytes``."""
 _REPEATED = "; may be given several times"
 _NOTES = {str | Sequence[str]: _REPEATED, Sequence[str | Sequence[int]]: _REPEATED}
 LEFT_OUT = {("SamplingParams", "output_kind"), ("EngineConfig", "max_prompt_embeds")}
@@ -84,7 +106,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type, title: str) -> None:
         if (cls.__name__, field.name) in LEFT_OUT:
             continue
         kind = types[field.name]
-        if kind not in _KINDS:
+        how = (_SIZES if field.name.endswith("_bytes") else _KINDS).get(kind)
+        if how is None:
             raise TypeError(f"{cls.__name__}.{field.name}: no command-line form of {kind} is known")
         text = f"{texts.get(field.name, '')}{_NOTES.get(kind, '')} (default: {_default(field)})"
         group.add_argument(
@@ -92,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type, title: str) -> None:
             dest=f"{cls.__name__}.{field.name}",
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
-            **_KINDS[kind],
+            **how,
         )
 
 

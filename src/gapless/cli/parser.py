@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gapless.errors import InputError, did_you_mean
+from gapless.cli.vllm_words import translated
+from gapless.errors import InputError
 
 _NUMBER = re.compile(r"-\d|-\.\d")
 
@@ -36,18 +38,24 @@ class Parser(argparse.ArgumentParser):
         if "--" in before:
             cut = before.index("--")
             before, after = before[:cut], before[cut + 1 :]
+        before = translated(before, self._option_string_actions)
         namespace, other = self.parse_known_args(before)
         for word in other:
             if _is_option(word):
                 name = word.partition("=")[0]
-                near = did_you_mean(name, self._option_string_actions)
-                raise UsageError(f"unknown option {name!r}.{near} {self._more}")
+                raise UsageError(f"unknown option {name!r}.{self._near(name)} {self._more}")
         setattr(namespace, rest, other + after)
         return namespace
 
     def error(self, message: str) -> NoReturn:
         """Instead of printing and leaving."""
         raise UsageError(f"{message.removesuffix('.')}. {self._more}")
+
+    def _near(self, name: str) -> str:
+        """A suggestion, if an option is really near: the dashes that all begin with make none so."""
+        bare = {option.lstrip("-"): option for option in self._option_string_actions if option.startswith("--")}
+        near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), bare, n=1, cutoff=0.75)
+        return f" Did you mean {bare[near[0]]!r}?" if near else ""
 
     @property
     def _more(self) -> str:

@@ -12,6 +12,8 @@ Two aids for tests:
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import queue
 import random
 import threading
@@ -26,6 +28,8 @@ from gapless.device.base import NOTHING, Access, DeviceError, Event, Stream, Und
 from gapless.device.counts import CopyCounts
 
 POLL_SECONDS = 0.2
+LAZY_BYTES = 2**20
+"""Buffers from this size on are zeroed page by page, when they are first touched."""
 POISON = (0xFF, 0x7E)  # as fp32: NaN and 8.5e37; as int32: -1 and a huge index
 
 
@@ -109,6 +113,14 @@ class CpuEvent:
         return (second.time - first.time) * 1e3
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; of a large buffer the system gives and zeroes a page when it is first touched."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LAZY_BYTES:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
 class CpuDevice:
     """See `gapless.device.base.Device`.
 
@@ -140,7 +152,7 @@ class CpuDevice:
         return self._register(torch.zeros(num_bytes, dtype=torch.uint8), name)
 
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        return self._register(torch.zeros(shape, dtype=dtype), name)
+        return self._register(zeros(shape, dtype), name)
 
     def _register(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         if name in self._buffers:

@@ -7,7 +7,6 @@ runner once it is told how many blocks there are.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gapless.cache.groups import KVGroup
 from gapless.cache.sizing import given_blocks, split_memory
 from gapless.cache.spec import LayerSpec, StateSpec, format_key
 from gapless.config import EngineConfig
+from gapless.device.memory import available_bytes, require
 from gapless.engine.engine import Engine
 from gapless.errors import ConfigError
 from gapless.request.messages import StepMessage
@@ -29,8 +29,9 @@ from gapless.scheduler.scheduler import Scheduler
 logger = logging.getLogger("gapless")
 
 GIB = 2**30
-CPU_CACHE_BYTES = 4 * GIB
-"""Most that a KV cache takes in a laptop's memory unless told otherwise."""
+CPU_CACHE_BYTES = GIB
+"""What a KV cache takes of a laptop's memory unless told otherwise: more, up to four times as much, if a request of
+the full length needs it."""
 SPARE_BYTES = 512 * 2**20
 """Left free on a GPU beside the share that the user gave: for the driver, and for what a capture still takes."""
 
@@ -98,7 +99,11 @@ def assemble(
 ) -> Built:
     """An engine over ``worker``; see `gapless.engine.build.build`."""
     config = worker.config
+    if not worker.on_gpu:
+        _refuse_rows(worker)
     num_blocks = _num_blocks(worker)
+    if not worker.on_gpu:
+        _refuse_cache(worker, num_blocks)
     runner = worker.open(num_blocks)
     try:
         _capture(runner, progress, config.pipeline_depth)
@@ -109,6 +114,27 @@ def assemble(
         raise
     _tell_of_memory(worker, scheduler)
     return Built(engine, scheduler, runner, worker.model, config, worker.layout, num_blocks, worker.embeds_width)
+
+
+def _row_bytes(worker: Worker) -> int:
+    """Of what a host keeps for each row, all rows together: words on both sides, logits, recurrent states."""
+    layout = worker.layout
+    states = sum(spec.bytes_per_row for spec in worker.specs if isinstance(spec, StateSpec))
+    return 8 * layout.num_words + layout.num_rows * (4 * worker.model.vocab_size + states)
+
+
+def _refuse_rows(worker: Worker) -> None:
+    """A GPU says itself that memory is short; the kernel of a host would end the process."""
+    config = worker.config
+    what = f"the state of max_num_seqs={config.max_num_seqs} rows of {config.max_model_len} tokens"
+    require(None, _row_bytes(worker), what, "Lower max_num_seqs or max_model_len")
+
+
+def _refuse_cache(worker: Worker, num_blocks: tuple[int, ...]) -> None:
+    blocks = sum(n * group.bytes_per_token for n, group in zip(num_blocks, worker.groups, strict=True))
+    size = worker.config.block_size * blocks + _row_bytes(worker)
+    what = f"the KV cache of {num_blocks[0]} blocks, with the rows,"
+    require(None, size, what, "Lower kv_cache_memory_bytes or num_kv_blocks, or leave them out")
 
 
 def _num_blocks(worker: Worker) -> tuple[int, ...]:
@@ -128,8 +154,10 @@ def _num_blocks(worker: Worker) -> tuple[int, ...]:
     elif worker.on_gpu:
         budget, what = _free_after_trial(worker), "gpu_memory_utilization"
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(CPU_CACHE_BYTES, free // 4)
+        one = (layout.max_blocks + 1) * config.block_size * sum(group.bytes_per_token for group in groups)
+        budget = min(max(CPU_CACHE_BYTES, one), 4 * CPU_CACHE_BYTES)
+        if (free := available_bytes()) is not None:
+            budget = min(budget, free // 4)
     counts = split_memory(groups, max(budget, 0), **sizes, most=useful)
     if min(counts) < 2:
         size = config.block_size * sum(group.bytes_per_token for group in groups)

@@ -177,7 +177,7 @@ class LocalWorker:
             chosen.close()  # or its threads would stay
             if isinstance(error, torch.OutOfMemoryError):
                 raise MemoryError(str(error)) from error
-            if isinstance(error, (RuntimeError, MemoryError)):
+            if isinstance(error, (RuntimeError, MemoryError, OSError)):
                 raise ConfigError(
                     f"the buffers for num_kv_blocks={num_blocks}, max_num_seqs={config.max_num_seqs} and "
                     f"max_num_batched_tokens={config.max_num_batched_tokens} cannot be had: {_first_line(error)} "

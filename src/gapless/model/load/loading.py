@@ -23,6 +23,7 @@ from gapless.model import checks
 from gapless.model.adapter import TransformersModel
 from gapless.model.hybrid.layer import ple_tables
 from gapless.model.load.gguf import convert_cached
+from gapless.model.load.size import refuse_too_large
 from gapless.model.probe import probe_parity
 from gapless.model.token_rows import AttentionBackend
 
@@ -190,6 +191,7 @@ def _read(source: str, dtype: torch.dtype | None, device: torch.device, tables_o
         raise ConfigError(
             f"model={source!r}: the folder has no *.safetensors; only this format of weights is read"
         )
+    refuse_too_large(source, config.dtype if dtype is None else dtype, device)
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None and not tables_on_host
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # a library is quiet; the caller's setting comes back below
