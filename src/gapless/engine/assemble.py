@@ -118,9 +118,9 @@ def assemble(
 
 def _row_bytes(worker: Worker) -> int:
     """Of what a host keeps for each row, all rows together: words on both sides, logits, recurrent states."""
-    layout = worker.layout
+    layout, vocabulary = worker.layout, int(worker.model.vocab_size)
     states = sum(spec.bytes_per_row for spec in worker.specs if isinstance(spec, StateSpec))
-    return 8 * layout.num_words + layout.num_rows * (4 * worker.model.vocab_size + states)
+    return 8 * layout.num_words + layout.num_rows * (4 * vocabulary + states)
 
 
 def _refuse_rows(worker: Worker) -> None:
@@ -195,6 +195,7 @@ def _capture(runner: StepRunner, progress: Progress, depth: int) -> None:
     keys = list(runner.graph_keys())
     if not keys:
         return
+    logger.info("capturing %d graphs; a new machine compiles their kernels first, for up to a minute", len(keys))
     start, (before, _) = time.perf_counter(), runner.memory()
     try:
         for key in progress(keys):
