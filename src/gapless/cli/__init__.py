@@ -30,11 +30,13 @@ from gapless.errors import (
 
 COMMANDS = {
     "generate": ("gapless.cli.generate", "complete or answer prompts from arguments, a file or stdin"),
+    "chat": ("gapless.cli.chat", "talk with a model"),
     "serve": ("gapless.server.command", "serve a model over HTTP, with OpenAI's interface"),
     "bench": ("gapless.bench.command", "time workloads at several depths, next to the memory floor and to peers"),
     "bench serve": ("gapless.bench.serve", "load a server with OpenAI's interface and report its latencies"),
     "top": ("gapless.server.top.command", "watch a running server: busy, idle and why, tokens a second, latencies"),
     "trace": ("gapless.trace.command", "why is the GPU idle: profile, explain a profile, find what waits"),
+    "completions": ("gapless.cli.completions", "print a script that completes these words in bash, zsh or fish"),
 }
 """Name: (module, one line of help)."""
 ELSEWHERE = {"simulate": "python -m proof.simulate", "coverage": "python tools/coverage.py"}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gapless.engine.client import EngineClient
 
 DEMO_MODEL = "smollm2"
+CHAT_TEMPLATE = "a Jinja template, or a file with one, instead of the model's own"
 
 logger = logging.getLogger("gapless")
 
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--file", help="prompts, one a line; .jsonl: an object a line; - is standard input")
     parser.add_argument("--input-format", choices=FORMATS, help="of the file (default: by its name)")
     parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model")
+    parser.add_argument("--chat-template", metavar="FILE", help=CHAT_TEMPLATE)
     parser.add_argument("--output", metavar="FILE", help="where results go (default: standard output)")
     parser.add_argument("--format", choices=FORMATS, help="of the results (default: by FILE's name)")
     ordered = "write results in the order of the prompts, not as they end (prompts from arguments are always so)"
@@ -70,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     single, jobs = len(two) == 1, itertools.chain(two, jobs)
     if not jsonl:
         jobs = _fit_for_text(jobs)
+    template = chat_template(arguments.chat_template)
     log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
     done = Done()
     if arguments.resume and target is not None and target.exists():
@@ -79,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         for name, path in adapters.items():
             client.adapters.load(name, path)
+        if template is not None and client.tokenizer is not None:
+            client.tokenizer.chat_template = template
+        if not arguments.chat and two[0].messages is None and getattr(client.tokenizer, "chat_template", None):
+            logger.info("%s has a chat template: with --chat each prompt is a message to it", arguments.model)
         with _opened(target, done) as file:
             if single and two[0].params.n == 1 and not jsonl and file.isatty():
                 _stream(client, two[0], file)
@@ -97,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _jobs(arguments: argparse.Namespace, loras: list[str]) -> Iterator[Job]:
     parameters = given(arguments, SamplingParams)
+    if arguments.chat:
+        parameters.setdefault("max_tokens", None)  # an answer runs to its end
     texts, file = arguments.prompts, arguments.file
     if texts and file is not None:
         raise UsageError("prompts were given both as arguments and with --file: use one of them")
@@ -167,6 +176,16 @@ def _opened(target: Path | None, done: Done) -> Iterator[IO[str]]:
         yield file
 
 
+def chat_template(given: str | None) -> str | None:
+    """The text of ``--chat-template``."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {given}: no template, and no file that can be read ({error})") from error
+
+
 def log_to_stderr(level: int) -> None:
     """Show the engine's log."""
     if not logger.handlers:
@@ -189,6 +208,7 @@ def open_client(model: str, config: EngineConfig) -> EngineClient:
             from gapless.model.load.smollm2 import get_smollm2
 
             model = str(get_smollm2())
+        logger.info("loading %s", model)
         return EngineClient(model, config)
     except ImportError as error:
         raise CommandError(str(error)) from error

