@@ -53,12 +53,11 @@ def refuse_too_large(source: str, dtype: torch.dtype | None, device: torch.devic
     """Raise `ConfigError` if the weights of a folder, or of a name that is in the Hub's cache, do not fit."""
     folder = Path(source)
     if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        from transformers.utils import cached_file
 
         try:
-            cached = try_to_load_from_cache(source, "config.json")
-        except HFValidationError:
+            cached = cached_file(source, "config.json", local_files_only=True)
+        except (OSError, ValueError):
             return
         if not isinstance(cached, str):
             return
