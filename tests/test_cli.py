@@ -198,7 +198,7 @@ def test_jsonl_file(tmp_path: Path) -> None:
         "one",
         SamplingParams(temperature=0, stop="x", seed=1, max_tokens=None),
     )
-    assert (two.messages, two.params) == (talk, SamplingParams(temperature=0.5, n=2, seed=1))
+    assert (two.messages, two.params) == (talk, SamplingParams(temperature=0.5, n=2, seed=1, max_tokens=None))
     assert two.where.endswith(":3")
     assert three.prompt == {"prompt_token_ids": [1, 2]}
     assert three.params == SamplingParams(temperature=0.5, stop_token_ids=[3], seed=1)
