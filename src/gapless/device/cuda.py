@@ -12,6 +12,7 @@ of what a launch cost the host (``benchmarks/launch_cost.py``).
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +31,20 @@ except ImportError:
 EXCLUSIVE = threading.RLock()
 """Held while graphs are captured and while memory is given back: in one process the two exclude each other, and
 captures share the device's default random generator."""
+
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """A graph or tensor that the garbage collector frees in the middle of a capture would end it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 _idle_streams: dict[int, list[tuple[CudaStream, CudaStream, CudaStream]]] = {}
 """Streams of closed devices, by index. PyTorch hands out 32 streams in turn, so that fresh ones for each engine would

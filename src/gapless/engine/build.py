@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,10 @@ def build(
     if config.device == "auto" and isinstance(own := getattr(model, "device", None), torch.device):
         device = own  # a model object runs where it lies
     if device.type == "cuda":
-        from gapless.device.cuda import EXCLUSIVE
+        from gapless.device.cuda import EXCLUSIVE, no_collection
 
-        with EXCLUSIVE, plain_modes(), torch.cuda.device(device), _no_collection():
+        gc.collect()
+        with EXCLUSIVE, plain_modes(), torch.cuda.device(device), no_collection():
             try:
                 worker = LocalWorker(model, config, device)
                 return assemble(worker, publish, on_death, check=check, progress=progress)
@@ -193,19 +193,6 @@ class LocalWorker:
         return CudaDevice(self._device.index)
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph or tensor that the garbage collector frees in the middle of a capture would end it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
@@ -239,16 +226,16 @@ def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[Caus
     theirs = source if isinstance(source, torch.nn.Module) else None
     from gapless.model.load.loading import load_model
 
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "device": device,
+        "max_model_len": config.max_model_len,
+        "probe": config.check_model,
+        "ple_tables_on_host": config.ple_tables_on_host,
+        "num_drafts": config.num_drafts,
+    }
     if device.type != "cuda":
-        loaded = load_model(
-            source,
-            dtype=config.dtype,
-            device=device,
-            max_model_len=config.max_model_len,
-            probe=config.check_model,
-            ple_tables_on_host=config.ple_tables_on_host,
-            num_drafts=config.num_drafts,
-        )
+        loaded = load_model(source, **options)
         return loaded.model, Weights(loaded.model.module, theirs)
     from gapless.attention import triton as attention
     from gapless.model.describe import Unknown, describe
@@ -256,16 +243,7 @@ def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[Caus
     from gapless.model.probe import probe_parity
     from gapless.model.run.model import DecoderModel
 
-    plain = load_model(
-        source,
-        dtype=config.dtype,
-        device=device,
-        attention=attention.attend,
-        max_model_len=config.max_model_len,
-        probe=config.check_model,
-        ple_tables_on_host=config.ple_tables_on_host,
-        num_drafts=config.num_drafts,
-    ).model
+    plain = load_model(source, attention=attention.attend, **options).model
     try:
         decoder = describe(plain, config.max_model_len or plain.max_position)
         fused = DecoderModel(plain, decoder, ops_triton, attention.attend_cached)

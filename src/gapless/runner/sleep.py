@@ -8,7 +8,6 @@ blocks back before. Nothing is compiled at wake, and almost nothing runs: a capt
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 
 import torch
@@ -87,13 +86,7 @@ def _exclusive(device: Device) -> Iterator[None]:
     if device.torch_device.type != "cuda":
         yield
         return
-    from gapless.device.cuda import EXCLUSIVE
+    from gapless.device.cuda import EXCLUSIVE, no_collection
 
-    with EXCLUSIVE:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if enabled:
-                gc.enable()
+    with EXCLUSIVE, no_collection():
+        yield
