@@ -63,7 +63,7 @@ class StepRunner(Protocol):
         ...
 
     def masks(self, step: Any) -> AbstractContextManager[MaskBuffer]:
-        """Where the masks of a step that was held go."""
+        """Where the masks of a step that awaits them go."""
         ...
 
     def sample(self, step: Any) -> None:

@@ -2,7 +2,7 @@
 
     draft     changes of the arena ; the proposer's drafts                     in steps in which some row drafts
     forward   prepare ; model                                                  in every step
-    mask      masks into the rows                                              in steps that were held
+    mask      masks into the rows                                              in steps that await masks
     sample    sampler ; in steps with drafts also: how many of them count      in every step
 """
 
@@ -31,7 +31,7 @@ class Graphs:
 
     Args:
         slots: of the ring.
-        masks: of each slot; none if no step is ever held.
+        masks: of each slot; none if no step ever awaits any.
         state: what the parts read and write.
         device, model, layout, kernels, shapes, processed_logprobs: see `gapless.runner.runner.Runner`.
 

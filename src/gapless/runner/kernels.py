@@ -55,7 +55,7 @@ class ApplyUpdates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The two ends of a step; what comes between them in a step that was held for its masks; and a part of the first by
+    """The two ends of a step; what comes between them in a step that awaits masks; and a part of the first by
     itself, for what comes before it in a step with drafts."""
 
     prepare: Prepare

@@ -37,7 +37,7 @@ def graph_keys(shapes: Shapes, *, masks: bool, lora: bool, query_width: int, dra
 
     Args:
         shapes: with buckets.
-        masks: steps may be held.
+        masks: steps may await some.
         lora: rows may have adapters.
         query_width: of steps with drafts; 1 if there are none.
         drafts_draw: drafts depend on whether rows draw.

@@ -60,8 +60,8 @@ NO_ROWS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Timing events on the compute stream: before the first and after the last work of a step; of a step that is held
-    also when it began to wait for masks, and when they had come."""
+    """Timing events on the compute stream: before the first and after the last work of a step; of a step that
+    awaits masks also when it began to wait, and when they had come."""
 
     start: Event
     end: Event
@@ -109,7 +109,7 @@ class Runner(Upkeep):
         kernels: prepare and sample, for this device.
         shapes: how steps are padded, and whether they are captured.
         processed_logprobs: of which logits, see `gapless.sampling.logprobs`.
-        masks: have memory and graphs for steps that are held.
+        masks: have memory and graphs for steps that await masks.
         adapters: the model's, if requests may run with LoRA adapters.
         embeds: see `State`.
         speculation: drafts, or None; with them the layout has room for K tokens more than a request may have.
