@@ -49,8 +49,8 @@ def test_words_that_mean_the_same_are_taken(arguments: list[str], config: Engine
         (["-tp", "8"], ["one GPU"]),
         (["--quantization", "awq"], ["awq", "config"]),
         (["--trust-remote-code"], ["never run"]),
-        (["--api-key", "secret"], ["GAPLESS_API_KEY"]),
-        (["--ssl-keyfile=x.pem"], ["proxy"]),
+        (["--api-key", "secret"], ["gapless serve"]),
+        (["--ssl-keyfile=x.pem"], ["gapless serve"]),
         (["--cpu-offload-gb", "4"], ["smaller model"]),
     ],
 )

@@ -31,7 +31,6 @@ class Word:
 
 _ONE_GPU = "a model runs on one GPU. Start one engine for each GPU, with CUDA_VISIBLE_DEVICES, behind a balancer"
 _ALWAYS = Word(flag=True)
-_TLS = Word(reason="the server speaks plain HTTP: let a proxy end TLS, as docs/deployment.md shows")
 _PROXY = "leave it to a proxy in front of the server, as docs/deployment.md shows"
 _HUB = "transformers fetches the model: "
 _TEXT_ONLY = Word(reason="only text is served: images and sound are not")
@@ -84,13 +83,11 @@ WORDS: dict[str, Word] = {
     "--disable-log-stats": _ALWAYS,
     # the server
     "--seed": Word("--engine-seed"),
-    "--api-key": Word(
-        reason="a key on the command line is seen by every user of the machine: set GAPLESS_API_KEY, or give "
-        "--api-key-file FILE"
+    **dict.fromkeys(
+        ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"),
+        Word(reason="it is for a server: gapless serve --help lists what it takes"),
     ),
-    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"), _TLS),
     "--enable-auto-tool-choice": _ALWAYS,
-    "--chat-template": Word(reason="put it into the model's folder as chat_template.jinja"),
     "--uvicorn-log-level": Word("--log-level"),
     "--disable-uvicorn-access-log": Word("--no-access-log", flag=True),
     "--root-path": Word(reason=_PROXY),
