@@ -157,6 +157,10 @@ class Proxy:
             setattr(self.copies, field.name, value)
         return Result(self._steps.pop(step), *result)
 
+    def lora_modules(self) -> list[str]:
+        names: list[str] = self._ask("lora_modules")
+        return names
+
     def check_lora(self, adapter: Any) -> None:
         self._ask("check_lora", adapter)
 

@@ -10,15 +10,16 @@ from torch import nn
 
 from gapless.attention import reference
 from gapless.errors import UnsupportedModelError
-from gapless.model import checks
+from gapless.model import adapter, checks
 from gapless.model.adapter import TransformersModel
+from gapless.model.config_checks import check_config
 from gapless.model.probe import probe_parity
 from models import tiny, tiny_config, tiny_of_config
 
 
 def refuse(config: Any, match: str) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
-        checks.check_config(config)
+        check_config(config)
 
 
 def test_refused_by_config() -> None:
@@ -61,7 +62,7 @@ def test_probe_finds_a_convolution_that_no_name_gives_away(monkeypatch: pytest.M
     """Two checks switched off: the third still refuses, by counting; and the probe, by numbers."""
     model = tiny("lfm2")
     model.config.model_type = "llama"
-    monkeypatch.setattr(checks, "check_config", lambda config: None)
+    monkeypatch.setattr(adapter, "check_config", lambda config: None)
     monkeypatch.setattr(checks, "check_modules", lambda model, known: None)
     with pytest.raises(UnsupportedModelError, match=r"1 attention calls in 3 layers; without any: \w*Layer"):
         TransformersModel(model)

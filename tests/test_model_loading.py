@@ -16,6 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from gapless import LLM
+from gapless.engine.client import find_tokenizer
 from gapless.errors import ConfigError, UnsupportedModelError
 from gapless.model.load import gguf, loading, smollm2
 from gapless.model.load.loading import load_model, load_tokenizer
@@ -110,9 +112,32 @@ def test_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"could not be fetched from the Hub.*HF_HUB_OFFLINE"):
-        load_model("nobody/no-such-model", device=CPU)
-    assert load_tokenizer("nobody/no-such-model") is None
+    for load in (lambda name: load_model(name, device=CPU), load_tokenizer, find_tokenizer_of):
+        with pytest.raises(ConfigError, match=r"could not be fetched from the Hub.*HF_HUB_OFFLINE"):
+            load("nobody/no-such-model")
+    with pytest.raises(ConfigError, match=r"Did you mean 'smollm2'\?"):
+        load_model("smolm2", device=CPU)
+
+
+def find_tokenizer_of(name: str) -> None:
+    find_tokenizer(name, "auto")
+
+
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    import huggingface_hub.constants
+
+    asked = []
+
+    def no_network(url: str, **options: object) -> None:
+        asked.append(url)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
+    with pytest.raises(ConfigError, match=r"no network"):
+        LLM("nobody/no-such-model", device="cpu")
+    assert len(asked) == 1
 
 
 def test_unsupported_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,6 +72,8 @@ class EngineConfig:
             temperature and filters.
         seed: with a request's number it seeds requests that bring no seed of their own.
         check_model: at load, run the parity probe against the model's own attention.
+        allow_missing: tensors that the model's files, a draft model's or an adapter's may lack, by name or by a pattern
+            with ``*``; without them such files are refused.
         ple_tables_on_host: tables of per-layer embeddings (n-grams) stay in host memory, and the GPU reads their rows
             from there.
         enable_lora: requests may run with LoRA adapters, which are loaded and unloaded while others run.
@@ -100,6 +102,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     seed: int = 0
     check_model: bool = True
+    allow_missing: str | Sequence[str] = ()
     ple_tables_on_host: bool = False
     enable_lora: bool = False
     max_loras: int | None = None
@@ -144,6 +147,10 @@ class EngineConfig:
             _check(name, value, ok, f"an integer from 1 to {most}, or None")
             if value is None and self.enable_lora:
                 object.__setattr__(self, name, default)
+        patterns = (self.allow_missing,) if isinstance(self.allow_missing, str) else self.allow_missing
+        fine = isinstance(patterns, Sequence) and all(isinstance(name, str) and name for name in patterns)
+        _check("allow_missing", self.allow_missing, fine, "a list of names of tensors, or of patterns")
+        object.__setattr__(self, "allow_missing", tuple(patterns))
         modes = ("raw_logprobs", "processed_logprobs")
         _check("logprobs_mode", self.logprobs_mode, self.logprobs_mode in modes, f"one of {', '.join(modes)}")
         object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))

@@ -16,7 +16,7 @@ import torch
 from architectures.small import NotSmall, class_name, default_config, small_config, small_model, told
 from gapless.errors import UnsupportedModelError
 from gapless.llm import LLM
-from gapless.model import checks
+from gapless.model.config_checks import check_config
 from gapless.request.sampling_params import SamplingParams
 
 LENGTHS = (23, 1, 9)
@@ -47,9 +47,9 @@ def outcome(model_type: str, device: str = "cpu") -> Outcome:
     """Try the architecture; never raises for what the model does."""
     name = class_name(model_type)
     try:
-        checks.check_config(default_config(model_type))
+        check_config(default_config(model_type))
         config = small_config(model_type)
-        checks.check_config(config)
+        check_config(config)
         difference, windows = _compare(small_model(config).to(device), device)
     except NotSmall as error:
         return Outcome(model_type, "not small", str(error))

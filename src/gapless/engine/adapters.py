@@ -33,9 +33,13 @@ class LoadedAdapters:
 
     Args:
         runner: of the engine.
+        allow_missing: names or patterns of modules that an adapter may lack.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, runner: StepRunner) -> None:
+    def __init__(
+        self, engine: Engine, scheduler: Scheduler, runner: StepRunner, allow_missing: Sequence[str] = ()
+    ) -> None:
+        self._allow_missing = allow_missing
         self._engine = engine
         self._scheduler = scheduler
         self._runner = runner
@@ -69,7 +73,7 @@ class LoadedAdapters:
         self._engine.raise_if_dead()
         with self._loading:
             self._refuse_taken(name)
-            adapter = read_adapter(path)
+            adapter = read_adapter(path, runner.lora_modules(), self._allow_missing)
             try:
                 runner.check_lora(adapter)
             except AdapterError as error:

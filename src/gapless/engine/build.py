@@ -233,6 +233,7 @@ def _load(source: Any, config: EngineConfig, device: torch.device) -> tuple[Caus
         "probe": config.check_model,
         "ple_tables_on_host": config.ple_tables_on_host,
         "num_drafts": config.num_drafts,
+        "allow_missing": config.allow_missing,
     }
     if device.type != "cuda":
         loaded = load_model(source, **options)

@@ -7,6 +7,7 @@ exception at the call and never comes near the loop.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -76,11 +77,15 @@ def find_tokenizer(model: Any, tokenizer: Any) -> Any:
     """The tokenizer that is meant: an object as it is, a folder or name loaded, ``"auto"`` the model's own."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return tokenizer
-    from gapless.model.load.loading import load_tokenizer
+    from gapless.model.load.loading import check_source, load_tokenizer
 
     if tokenizer == "auto":
-        named = isinstance(model, (str, Path))
-        return load_tokenizer(model if named else getattr(getattr(model, "config", None), "_name_or_path", None))
+        if isinstance(model, (str, Path)):
+            check_source(model)  # first, or the tokenizer would be blamed for a config that cannot be read
+            return load_tokenizer(model)
+        with contextlib.suppress(ConfigError):  # where an object came from may be gone
+            return load_tokenizer(getattr(getattr(model, "config", None), "_name_or_path", None) or None)
+        return None
     found = load_tokenizer(tokenizer)
     if found is None and tokenizer is not None:
         raise ConfigError(f"tokenizer={str(tokenizer)!r}: there is no tokenizer of that folder or name")
@@ -129,7 +134,8 @@ class EngineClient:
 
         self._life = Lifetime(self._built, self._messages, self._outputs)
         try:
-            self.adapters = LoadedAdapters(self._engine, self._scheduler, self._built.runner)
+            allowed = self._built.config.allow_missing
+            self.adapters = LoadedAdapters(self._engine, self._scheduler, self._built.runner, allowed)
             self._life.start(self)
         except BaseException:
             self._life.close()

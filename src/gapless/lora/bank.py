@@ -145,6 +145,11 @@ class AdapterBank:
                     f"{expected[1]}; the adapter belongs to another model"
                 )
 
+    @property
+    def modules(self) -> list[str]:
+        """The names of all that can have an adapter."""
+        return list(self._place)
+
     def targets(self) -> list[str]:
         """The last part of the names of all that can have an adapter, each once."""
         return sorted({name.rpartition(".")[2] for name in self._place})

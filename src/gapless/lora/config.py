@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ _HARMLESS = frozenset(
         # how it was trained, or where from
         "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
         "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "peft_version", "revision", "task_type",
-        # which modules it was trained on: the weights themselves say so
-        "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
         # how another engine keeps or computes it, and what matters only together with a key that is refused
         "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config",
         # looked at below
-        "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "use_rslora",
+        "alpha_pattern", "bias", "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
+        "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "use_rslora",
     }
 )  # fmt: skip
 _REASONS = {
@@ -54,6 +53,8 @@ class LoraConfig:
         rank_pattern, alpha_pattern: by a regular expression on the end of a module's name, the first that matches.
         rslora: scale by ``alpha / sqrt(rank)`` (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning
             with LoRA", 2023) instead of ``alpha / rank``.
+        targets, excluded: ends of the names of modules that it was trained on, or not; a text is a regular expression.
+        layers: numbers of the layers that it was trained on; None: all.
     """
 
     rank: int
@@ -61,6 +62,9 @@ class LoraConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     rslora: bool = False
+    targets: str | tuple[str, ...] = ()
+    excluded: str | tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
 
     @property
     def largest_rank(self) -> int:
@@ -75,6 +79,15 @@ class LoraConfig:
         """By which the module's low-rank product is multiplied."""
         rank, alpha = self.rank_of(module), float(_by_pattern(self.alpha_pattern, module, self.alpha))
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def lacks(self, modules: Iterable[str], held: Container[str]) -> list[str]:
+        """Those of ``modules`` that it was trained on, by what it says, and that are not in ``held``."""
+        return [name for name in modules if name not in held and self._was_trained_on(name)]
+
+    def _was_trained_on(self, module: str) -> bool:
+        if self.layers is not None and not any(int(n) in self.layers for n in re.findall(r"\.(\d+)\.", module)):
+            return False
+        return _named(self.targets, module) and not _named(self.excluded, module)
 
 
 def read_config(path: str | Path) -> LoraConfig:
@@ -134,7 +147,34 @@ def parse_config(options: Mapping[str, Any]) -> LoraConfig:
         rank_pattern={k: _rank(f"rank_pattern[{k!r}]", v) for k, v in _pattern("rank_pattern", options).items()},
         alpha_pattern={k: _number(f"alpha_pattern[{k!r}]", v) for k, v in _pattern("alpha_pattern", options).items()},
         rslora=rslora,
+        targets=_modules("target_modules", options),
+        excluded=_modules("exclude_modules", options),
+        layers=_layers(options.get("layers_to_transform")),
     )
+
+
+def _named(modules: str | tuple[str, ...], name: str) -> bool:
+    """PEFT's rule. "all-linear" names nothing: which layers it means depends on the base model's class."""
+    if isinstance(modules, str):
+        return modules != "all-linear" and re.fullmatch(modules, name) is not None
+    return any(name == module or name.endswith(f".{module}") for module in modules)
+
+
+def _modules(name: str, options: Mapping[str, Any]) -> str | tuple[str, ...]:
+    value = options.get(name) or ()
+    if isinstance(value, str):
+        _pattern(name, {name: {value: None}})
+        return value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(module, str) for module in value):
+        raise AdapterError(f"{name}={value!r} is not allowed: a list of names, or a regular expression")
+    return tuple(value)
+
+
+def _layers(value: Any) -> tuple[int, ...] | None:
+    several = [value] if isinstance(value, int) else value
+    if several is not None and (not isinstance(several, list) or not all(isinstance(n, int) for n in several)):
+        raise AdapterError(f"layers_to_transform={value!r} is not allowed: a list of integers, or null")
+    return None if several is None else tuple(several)
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

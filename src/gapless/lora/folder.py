@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -19,8 +21,15 @@ _KEY = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
 @plain_modes()
-def read_adapter(path: str | Path) -> dict[str, LoraWeights]:
+def read_adapter(
+    path: str | Path, modules: Iterable[str] = (), allow_missing: Sequence[str] = ()
+) -> dict[str, LoraWeights]:
     """All matrices of an adapter, by the name of the linear layer; b is multiplied by the scaling, in fp32.
+
+    Args:
+        path: of its folder.
+        modules: that the base model has. An adapter that was trained on one of them and does not hold it is not whole.
+        allow_missing: names or patterns of modules that it may lack.
 
     Raises:
         AdapterError: the folder cannot be read, or holds what cannot be served; the message names it.
@@ -40,6 +49,12 @@ def read_adapter(path: str | Path) -> dict[str, LoraWeights]:
                 halves.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = file.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"adapter {str(path)!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
+    lost = [m for m in config.lacks(modules, halves) if not any(fnmatchcase(m, p) for p in allow_missing)]
+    if lost and halves:
+        raise AdapterError(
+            f"adapter {str(path)!r}: {len(lost)} of the modules in its target_modules are missing in {WEIGHTS_FILE}: "
+            f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. Save it again, or name them with allow_missing"
+        )
     try:
         return {name: _weights(name, pair, config) for name, pair in halves.items()}
     except AdapterError as error:

@@ -27,6 +27,7 @@ from gapless.cache.spec import LayerSpec
 from gapless.errors import UnsupportedModelError
 from gapless.lora.bank import AdapterBank, Part, Site
 from gapless.model import checks
+from gapless.model.config_checks import check_config
 from gapless.model.embedding import override
 from gapless.model.hybrid.layer import HybridLayer, ple_tables
 from gapless.model.hybrid.replace import replace_layers
@@ -100,7 +101,7 @@ class TransformersModel:
         max_model_len: int | None = None,
         num_drafts: int = 0,
     ) -> None:
-        checks.check_config(model.config)
+        check_config(model.config)
         self.module = private_copy(model)
         self.config = self.module.config
         self.attention = attention

@@ -1,9 +1,8 @@
 """What the engine would compute wrongly is found here, and refused by name, before a request can meet it.
 
-Three looks at a model, from cheap to thorough; `gapless.model.probe` is the fourth.
-1. `check_config`: the configuration alone, before weights are read: layer kinds, RoPE types, encoders.
-2. `check_modules`: the module tree: parts that mix tokens and are not attention.
-3. `survey`: one forward of a few tokens with a recording attention function. It tells for each layer what its
+Two looks at a loaded model; `gapless.model.config_checks` comes before them, and `gapless.model.probe` after.
+1. `check_modules`: the module tree: parts that mix tokens and are not attention.
+2. `survey`: one forward of a few tokens with a recording attention function. It tells for each layer what its
    attention is called with, and which mask the model asks ``transformers`` for. The mask is a function of
    (query position, key position): it is evaluated on a grid around every edge that matters, and must be what
    our attention computes, causal or a causal window.
@@ -11,9 +10,10 @@ Three looks at a model, from cheap to thorough; `gapless.model.probe` is the fou
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gapless.attention.context import AttentionParams
 from gapless.cache.spec import COMPUTE_DTYPES, KVSpec
 from gapless.errors import UnsupportedModelError
-from gapless.model.hybrid.replace import HYBRID_LAYER_TYPES
+from gapless.model.config_checks import longest_context
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional", "longrope"})
+logger = logging.getLogger("gapless")
+
 MIXERS = re.compile(
     "Mamba|DeltaNet|LinearAttention|ShortConv|Lightning|Recurrent|R[Ww][Kk][Vv]|SSM|xLSTM|Indexer"
 )
@@ -39,44 +39,6 @@ HARMLESS = frozenset(
     {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "position_embeddings"}
 )
 """Keyword arguments that change nothing here: no dropout, causal by definition, positions known."""
-
-UNBOUNDED = 1 << 20
-"""``max_position`` of a model whose config names no limit."""
-
-
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuse what the configuration shows.
-
-    Raises:
-        UnsupportedModelError: naming the part.
-    """
-    kind = config.model_type or type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{kind}: encoder-decoder models are not supported, only decoders")
-    for part in ("vision_config", "audio_config", "text_config"):
-        if getattr(config, part, None) is not None:
-            raise UnsupportedModelError(
-                f"{kind}: has a {part}; only models of text alone are supported, load the text part"
-            )
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"{kind}: attends in both directions; only causal attention is supported")
-    allowed = LAYER_TYPES | HYBRID_LAYER_TYPES.get(str(config.model_type), frozenset())
-    odd = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - allowed)
-    if odd:
-        raise UnsupportedModelError(
-            f"{kind}: layers of type {', '.join(odd)} are not supported, only {_names(allowed)}"
-        )
-    for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
-        rope_type = rope.get("rope_type", "default")
-        if rope_type == "dynamic":
-            raise UnsupportedModelError(
-                f"{kind}: RoPE type 'dynamic' scales by the longest row of a batch, so that rows would "
-                "change each other; set rope_parameters to 'yarn' or 'linear' with a fixed factor"
-            )
-        if rope_type not in ROPE_TYPES:
-            raise UnsupportedModelError(
-                f"{kind}: RoPE type {rope_type!r} is not supported, only {_names(ROPE_TYPES)}"
-            )
 
 
 def check_modules(model: PreTrainedModel, known: Iterable[nn.Module] = ()) -> None:
@@ -121,7 +83,7 @@ def fix_longrope(model: PreTrainedModel, max_model_len: int | None) -> int:
     ``max_model_len`` is None or within the original context, which is then the limit; else the long ones.
     ``model`` must be a private copy; its buffer is replaced, not written.
     """
-    limit = int(getattr(model.config, "max_position_embeddings", None) or UNBOUNDED)
+    limit = longest_context(model.config)
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if kinds == "longrope":
@@ -134,6 +96,12 @@ def fix_longrope(model: PreTrainedModel, max_model_len: int | None) -> int:
             module.register_buffer("inv_freq", frequencies, persistent=False)
             module.rope_type = "default"  # nothing recomputes it any more
             limit = limit if long else min(limit, original)
+            if long:
+                logger.warning(
+                    "%s: RoPE 'longrope' runs with its long factors for every prompt, as max_model_len=%d asks; "
+                    "transformers takes the short ones up to %d tokens. For its answers to those set max_model_len=%d",
+                    type(model).__name__, max_model_len, original, original,
+                )  # fmt: skip
         elif isinstance(kinds, dict) and "longrope" in kinds.values():
             raise UnsupportedModelError(
                 f"{type(model).__name__}: RoPE type 'longrope' in some layers only is not supported"
@@ -332,15 +300,6 @@ def _survey_mask(
 
 AttentionInterface.register(SURVEY_NAME, _survey_attention)
 AttentionMaskInterface.register(SURVEY_NAME, _survey_mask)
-
-
-def _rope_parameters(parameters: Any) -> Iterator[dict[str, Any]]:
-    """A config's RoPE parameters: one dictionary, or one for each layer type."""
-    if isinstance(parameters, dict):
-        if any(isinstance(value, dict) for value in parameters.values()):
-            yield from (value for value in parameters.values() if isinstance(value, dict))
-        else:
-            yield parameters
 
 
 def _chunks(config: PreTrainedConfig) -> list[int]:

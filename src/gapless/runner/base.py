@@ -81,6 +81,10 @@ class StepRunner(Protocol):
         """How many adapters fit; 0 if requests cannot have any."""
         ...
 
+    def lora_modules(self) -> list[str]:
+        """Names of all that can have an adapter. Any thread."""
+        ...
+
     def check_lora(self, adapter: Mapping[str, LoraWeights]) -> None:
         """Any thread.
 

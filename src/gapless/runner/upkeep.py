@@ -41,6 +41,10 @@ class Upkeep:
         """How many adapters fit."""
         return 0 if self.lora is None else self.lora.bank.slots
 
+    def lora_modules(self) -> list[str]:
+        """See `AdapterBank.modules`."""
+        return self._adapters.bank.modules
+
     def check_lora(self, adapter: Mapping[str, LoraWeights]) -> None:
         """See `AdapterBank.check`."""
         self._adapters.bank.check(adapter)

@@ -146,7 +146,7 @@ class EngineServer:
         )
         self._on_loaded()
         built.engine.start()
-        adapters = LoadedAdapters(built.engine, built.scheduler, built.runner)
+        adapters = LoadedAdapters(built.engine, built.scheduler, built.runner, built.config.allow_missing)
         for name, path in setup.adapters.items():
             adapters.load(name, path)
         with adapters.locked(list(setup.adapters)) as refs:

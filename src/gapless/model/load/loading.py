@@ -5,25 +5,32 @@ Runs once, before the engine's threads exist. Weights come from safetensors only
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import logging as transformers_logging
 
 from gapless.attention import reference
-from gapless.errors import ConfigError, did_you_mean
-from gapless.model import checks
+from gapless.errors import ConfigError, UnsupportedModelError, did_you_mean
 from gapless.model.adapter import TransformersModel
+from gapless.model.config_checks import check_config, longest_context
 from gapless.model.hybrid.layer import ple_tables
+from gapless.model.load import files, hub
+from gapless.model.load.complete import check_complete, check_finite
 from gapless.model.load.gguf import convert_cached
 from gapless.model.load.size import refuse_too_large
+from gapless.model.load.smollm2 import get_smollm2
 from gapless.model.probe import probe_parity
 from gapless.model.token_rows import AttentionBackend
 
@@ -33,6 +40,13 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TEXT_PARTS = frozenset({"qwen4_exp"})
 """By ``model_type``: models of text and images whose text part ``transformers`` reads from the same checkpoint."""
+QUANTIZATION_FILES = {
+    "quantize_config.json": "GPTQ",
+    "quant_config.json": "AWQ",
+    "hf_quant_config.json": "ModelOpt",
+    "quant_strategy.json": "FP8",
+}
+"""How older tools said that a folder is quantized."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -63,6 +77,7 @@ def load_model(
     probe: bool = True,
     ple_tables_on_host: bool = False,
     num_drafts: int = 0,
+    allow_missing: Sequence[str] = (),
 ) -> LoadedModel:
     """Load, check and wrap a model.
 
@@ -81,17 +96,16 @@ def load_model(
         has
             them there already, or is refused.
         num_drafts: most tokens of a step that may be taken back.
+        allow_missing: see `gapless.model.load.complete.check_complete`.
 
     Raises:
-        ConfigError: nothing can be loaded from ``model``, or ``dtype`` is unknown.
+        ConfigError: nothing can be loaded from ``model``, its weights are not whole or not finite, ``dtype`` is
+            unknown, or ``max_model_len`` is longer than the model's context.
         UnsupportedModelError: the model has a part that would be computed wrongly.
         ImportError: a GGUF file, and the packages that read it are missing.
     """
     start = time.perf_counter()
-    if not isinstance(model, (str, Path, PreTrainedModel)):
-        raise ConfigError(
-            f"model of type {type(model).__name__} is not allowed: a folder, name, .gguf file or transformers model"
-        )
+    _check_kind(model)
     chosen = _parse_dtype(dtype)
     if isinstance(model, PreTrainedModel):
         if chosen not in (None, model.dtype):
@@ -111,10 +125,11 @@ def load_model(
         source, is_gguf = _resolve(model)
         if chosen is None and is_gguf:
             chosen = torch.float32 if device.type == "cpu" else torch.bfloat16
-        module = _read(source, chosen, device, ple_tables_on_host)
+        module = _read(source, str(model), chosen, device, ple_tables_on_host, max_model_len, allow_missing)
         name = Path(str(model)).name if Path(source).exists() else str(model)
     if ple_tables_on_host and not ple_tables(module):
         raise ConfigError(f"ple_tables_on_host=True: {type(module).__name__} has no per-layer embeddings of n-grams")
+    check_finite(module, name or type(module).__name__, [table.weight for table in ple_tables(module)])
     wrapped = TransformersModel(
         module, attention=attention, name=name, max_model_len=max_model_len, num_drafts=num_drafts
     )
@@ -123,29 +138,69 @@ def load_model(
     return LoadedModel(wrapped, source, time.perf_counter() - start, wrapped.weight_bytes / 2**30)
 
 
+def check_source(model: str | Path) -> None:
+    """Refuse what the config of a folder, name or GGUF file shows, before anything else of it is read.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as `load_model`.
+    """
+    source, _ = _resolve(model)
+    check_config(_read_config(Path(source), str(model)))
+
+
 def load_tokenizer(source: str | Path | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder, Hub name or GGUF file; None if it has none.
 
     Raises:
-        ConfigError: there are tokenizer files, but they cannot be read.
+        ConfigError: there is no such source, or there are tokenizer files, but they cannot be read.
     """
     if source is None:
         return None
-    try:
-        where, _ = _resolve(source)
-    except ConfigError:
+    where, _ = _resolve(source)
+    folder = Path(where)
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    if Path(where).is_dir() and not any((Path(where) / name).exists() for name in TOKENIZER_FILES):
-        return None
+    _refuse_own_code(folder, str(source))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except OSError:
-        if Path(where).is_dir():
-            raise ConfigError(f"tokenizer={str(source)!r}: its tokenizer files cannot be read") from None
-        return None
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"tokenizer={str(source)!r}: cannot be read: {error}") from error
+        raise ConfigError(f"tokenizer={str(source)!r}: its tokenizer files cannot be read") from None
+    except Exception as error:  # the tokenizers' own parser raises a plain Exception
+        raise ConfigError(f"tokenizer={str(source)!r}: cannot be read: {_first_line(error)}") from error
     return tokenizer
+
+
+def _refuse_own_code(folder: Path, name: str) -> None:
+    """For a tokenizer that needs a Python module of its folder: ``transformers`` would advise to run it."""
+    path = folder / "tokenizer_config.json"
+    options = files.read_json(path, name) if path.is_file() else {}
+    own = options.get("auto_map")
+    own = own.get("AutoTokenizer") if isinstance(own, dict) else own
+    kind = str(options.get("tokenizer_class") or "")
+    if own and tokenizer_class_from_name(kind) is None and tokenizer_class_from_name(f"{kind}Fast") is None:
+        raise ConfigError(
+            f"tokenizer={name!r}: its class {kind or own} is code of the model's folder, which gapless never runs. "
+            "Give a tokenizer of transformers: LLM(..., tokenizer=...)"
+        )
+
+
+def _check_kind(model: object) -> None:
+    if isinstance(model, (str, Path)):
+        return
+    if type(model).__name__.startswith("Peft"):
+        raise ConfigError(
+            f"model of type {type(model).__name__} is not allowed: give model.merge_and_unload(), or its base model "
+            "with enable_lora=True and the adapter by load_lora"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model of type {type(model).__name__} is not allowed: a folder, name, .gguf file or transformers model"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no head that chooses tokens; only models that generate text (...ForCausalLM) "
+            "are supported"
+        )
 
 
 def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -159,57 +214,82 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _resolve(model: str | Path) -> tuple[str, bool]:
-    """What ``from_pretrained`` takes, and whether it came from a GGUF file."""
+def _resolve(model: str | Path, *, weights: bool = False) -> tuple[str, bool]:
+    """A folder of Hugging Face's form, and whether it came from a GGUF file."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model={str(model)!r}: there is no such file")
         return str(convert_cached(path)), True
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"model={str(model)!r}: the folder has no config.json, so it is not a Hugging Face model"
-            )
         return str(path), False
     if path.is_file():
         raise ConfigError(
             f"model={str(model)!r}: is a file; give a folder, a name on the Hub or a .gguf file"
         )
     text = str(model)
+    if text == "smollm2":
+        return str(get_smollm2()), False
     if isinstance(model, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         raise ConfigError(f"model={text!r}: there is no such folder")
-    return text, False
+    return str(hub.fetch(text, weights=weights)), False
 
 
-def _read(source: str, dtype: torch.dtype | None, device: torch.device, tables_on_host: bool) -> PreTrainedModel:
+def _read(
+    source: str,
+    name: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    tables_on_host: bool,
+    max_model_len: int | None,
+    allow_missing: Sequence[str],
+) -> PreTrainedModel:
     """Config first, so that what cannot be served is refused before its weights are fetched."""
-    folder = Path(source)
-    config = _read_config(source)
-    checks.check_config(config)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"model={source!r}: the folder has no *.safetensors; only this format of weights is read"
-        )
-    refuse_too_large(source, config.dtype if dtype is None else dtype, device)
+    config = _read_config(Path(source), name)
+    check_config(config)
+    longest = longest_context(config)
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len={max_model_len} is more than the {longest} positions of {name}")
+    folder = Path(_resolve(name, weights=True)[0])
+    files.check_weight_files(folder, name)
+    refuse_too_large(str(folder), config.dtype if dtype is None else dtype, device)
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None and not tables_on_host
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # a library is quiet; the caller's setting comes back below
+    with _quiet():
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they come back in `found`, with all that is wrong besides
+                **({"device_map": {"": device}} if direct else {}),
+            )
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model={name!r}: its weights cannot be read as safetensors: {error}") from error
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ConfigError(f"model={name!r}: its weights do not fit its config: {_first_line(error)}") from error
+    check_complete(found, name, allow_missing)
+    loaded: PreTrainedModel = model
+    return move_but_tables(loaded, device) if tables_on_host else loaded.to(device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """``transformers`` without bar and report: a library is quiet, and what is wrong is an error of ours."""
+    bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            use_safetensors=True,
-            attn_implementation="eager",
-            **({"device_map": {"": device}} if direct else {}),
-        )
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model={source!r}: its weights cannot be read as safetensors: {error}") from error
+        yield
     finally:
+        transformers_logging.set_verbosity(level)
         if bar:
             transformers_logging.enable_progress_bar()
-    return move_but_tables(model, device) if tables_on_host else model.to(device)
 
 
 def move_but_tables(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -227,24 +307,30 @@ def move_but_tables(model: PreTrainedModel, device: torch.device) -> PreTrainedM
     return model
 
 
-def _read_config(source: str) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
-    except OSError as error:
-        hint = ""
-        if not Path(source).is_dir():
-            hint = (
-                " It is no folder here, and could not be fetched from the Hub: check the name, the "
-                "network and HF_HUB_OFFLINE, log in if it is private, or give a local folder."
-            )
-        if source == "smollm2":
-            hint = " Only the commands know that name; in a program give gapless.model.load.smollm2.get_smollm2()."
+def _read_config(folder: Path, name: str) -> PreTrainedConfig:
+    raw = files.read_config(folder, name)
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        own = " It brings code of its own (auto_map), which gapless never runs." if raw.get("auto_map") else ""
         raise ConfigError(
-            f"model={source!r}: its config cannot be read.{hint} ({_first_line(error)})"
-        ) from error
-    except ValueError as error:  # an architecture that this transformers does not know
-        raise ConfigError(f"model={source!r}: {_first_line(error)}") from error
+            f"model={name!r}: transformers {transformers.__version__} knows no model of type {kind!r}.{own} A newer "
+            "transformers may know it"
+        )
+    for file, method in QUANTIZATION_FILES.items():
+        if (folder / file).is_file() and not raw.get("quantization_config"):
+            raise UnsupportedModelError(
+                f"model={name!r}: {file} says that its weights are quantized with {method}, which is not supported; "
+                "give the folder of the unquantized model, or a GGUF file"
+            )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # checks of configs raise errors of many kinds
+        raise ConfigError(f"model={name!r}: its config.json is not allowed: {_told(error)}") from error
     return config.get_text_config() if config.model_type in TEXT_PARTS else config
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _first_line(error: Exception) -> str:
