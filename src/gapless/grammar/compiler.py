@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from gapless.errors import EngineClosedError, RequestError
+from gapless.grammar.forms import drops_a_space, grammar_text
 from gapless.grammar.matcher import I32, Grammar, brief
+from gapless.grammar.tokenizer_spec import grammar_spec
 from gapless.request.sampling_params import SamplingParams
 from gapless.request.structured import StructuredOutputsParams
 
@@ -83,9 +85,10 @@ class GrammarCompiler:
         ends = self._ends or [own if isinstance(own, int) and own < vocab_size else vocab_size - 1]
         self._never = () if self._ends else tuple(ends)  # the library wants one; nobody may draw it
         spec = json.loads(backend.to_str())
-        spec["padding"] = spec["truncation"] = None
+        self._special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["id"] < vocab_size}
+        self._drops_a_space = drops_a_space(tokenizer)
         options: dict[str, Any] = {
-            "tokenizer": json.dumps(spec),
+            "tokenizer": json.dumps(grammar_spec(spec, vocab_size, ends)),
             "vocab_size": vocab_size,
             "eos_token_ids": ends,
             "limits": LIMITS,
@@ -109,13 +112,13 @@ class GrammarCompiler:
         """
         start = self.compile(params)
         keep = self._keep(params, stop_token_ids)
-        return [Grammar(start.deep_copy(), keep) for _ in range(count)]
+        return [Grammar(start.deep_copy(), keep, tuple(self._ends)) for _ in range(count)]
 
     def compile(self, params: SamplingParams) -> Any:
         """The matcher at its start, which nobody may move: copies are moved."""
         asked = params.structured_outputs
         assert isinstance(asked, StructuredOutputsParams)
-        text = grammar_text(asked)
+        text = grammar_text(asked, self._special, drops_a_space=self._drops_a_space)
         found = self._recall(text)
         if found is None:
             with self._compiling:  # one at a time: the worker is one, and a second request for the same finds it here
@@ -165,23 +168,6 @@ class GrammarCompiler:
 
 def _cost(text: str) -> int:
     return _BASE_COST + _COST_PER_CHARACTER * len(text)
-
-
-def grammar_text(asked: StructuredOutputsParams) -> str:
-    """What is asked, as the text that ``llguidance`` compiles."""
-    import llguidance
-
-    make = llguidance.LLMatcher
-    if asked.json is not None or asked.json_object:
-        schema = str(asked.json) if asked.json is not None else '{"type":"object"}'
-        whitespace: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
-        return str(make.grammar_from_json_schema(schema, overrides=whitespace))
-    if asked.regex is not None:
-        return str(make.grammar_from_regex(asked.regex))
-    if asked.choice is not None:
-        quoted = (json.dumps(text, ensure_ascii=False) for text in asked.choice)
-        return str(make.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(quoted)}"))
-    return str(make.grammar_from_lark(str(asked.grammar)))
 
 
 class Worker:

@@ -37,11 +37,13 @@ class Grammar:
         matcher: an ``LLMatcher`` of its own, at the start.
         keep: int32 ``[W]``: the request's own mask, for ``allowed_token_ids`` and for end-of-sequence ids that do not
             end this request. None: everything.
+        ends: ids that end the request. They may be drawn only where the grammar may end, also where text spells them.
     """
 
-    __slots__ = ("_consumed", "keep", "matcher")
+    __slots__ = ("_consumed", "_ends", "keep", "matcher")
 
-    def __init__(self, matcher: Any, keep: I32 | None = None) -> None:
+    def __init__(self, matcher: Any, keep: I32 | None = None, ends: tuple[int, ...] = ()) -> None:
+        self._ends = ends
         self.matcher = matcher
         self.keep = keep
         self._consumed = 0
@@ -56,6 +58,12 @@ class Grammar:
         """Put the request's own mask over ``mask [W]``, which `fill_masks` has filled."""
         if self.matcher.is_error():
             return self._error()
+        held = [end for end in self._ends if mask[end >> 5] >> (end & 31) & 1]
+        if held and not self.matcher.is_accepting():
+            for end in held:
+                mask[end >> 5] &= np.int32(~(1 << (end & 31)) if end & 31 < 31 else 0x7FFFFFFF)
+            if not mask.any():
+                return End(FinishReason.ERROR, "structured_outputs: only an end of the output spells what must follow")
         if self.keep is None:
             return None
         mask &= self.keep

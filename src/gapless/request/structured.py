@@ -13,6 +13,7 @@ from typing import Any
 
 from gapless.errors import RequestError, did_you_mean
 from gapless.request.checks import refuse
+from gapless.request.schema_numbers import exact
 
 MAX_BYTES = 256 * 1024
 """Of a schema, a grammar, or all choices together."""
@@ -38,8 +39,8 @@ class StructuredOutputsParams:
         choice: the output is one of these strings.
         grammar: in the dialect of Lark that ``llguidance`` documents.
         json_object: True: any JSON object.
-        disable_any_whitespace: JSON without any whitespace between its tokens. A small model may else fill its output
-            with it.
+        disable_any_whitespace: JSON without any whitespace between its tokens. Otherwise there are at most two
+            characters of it at a place.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -132,6 +133,7 @@ def _schema(value: Any) -> str:
     if not isinstance(value, Mapping):
         raise refuse(f"{_FIELD}.json", value if isinstance(value, (int, float)) else type(value).__name__, allowed)
     _check_tree(value)
+    value = exact(value, f"{_FIELD}.json")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
     except (TypeError, ValueError) as error:
