@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when `convert` writes something else than before; models are then converted anew."""
 
 
@@ -77,18 +77,40 @@ def convert(path: Path, folder: Path) -> None:
     """
     require_gguf(str(path))
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):  # the weights are dequantized: say so, or they cannot be saved
-        del config.quantization_config
+    from gapless.model.config_checks import check_config
+    from gapless.model.load.complete import check_complete
+    from gapless.model.load.gguf_config import config_of, ends_of
+    from gapless.model.load.gguf_file import read_gguf
+    from gapless.model.load.gguf_tensors import tensors_of
+
+    file = read_gguf(path)
+    fields = config_of(file)
+    config = AutoConfig.for_model(**fields)
     config.dtype = torch.float32
+    check_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict(), assign=True)
+    tensors = tensors_of(file, fields)
+    own = model.state_dict()
+    tied = {"lm_head.weight"} if fields["tie_word_embeddings"] else set()
+    found = {
+        "missing_keys": set(own) - set(tensors) - tied,
+        "unexpected_keys": set(tensors) - set(own),
+        "mismatched_keys": {
+            (name, tuple(tensor.shape), tuple(own[name].shape))
+            for name, tensor in tensors.items()
+            if name in own and tensor.shape != own[name].shape
+        },
+    }
+    check_complete(found, str(path), allow_missing=())
+    model.load_state_dict(tensors, assign=True, strict=False)
     model.tie_weights()
-    model.generation_config = loaded.generation_config
+    model.generation_config.eos_token_id = ends_of(file) or None
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    if "tokenizer.ggml.model" in file.values:
+        where = {"gguf_file": file.path.name, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), **where)
+        tokenizer.chat_template = file.values.get("tokenizer.chat_template") or tokenizer.chat_template
+        tokenizer.save_pretrained(folder)
