@@ -100,14 +100,25 @@ def brief(rows: list[Row], side: dict[str, Any]) -> str:
     return grid(("model", "workload", "tokens/s", "ms/step", "% of floor", "step-busy %", "gapless", "vLLM 0.26"), body)
 
 
-def others(side: dict[str, Any]) -> str:
-    """Shapes that nothing was tuned for, at three batch sizes."""
+SINCE = {"Gemma-3-4B, text": "gemma3-4b", "Qwen3-30B-A3B, 24 of 48 layers": "qwen3-30b-a3b-24"}
+"""Shapes of the comparison that a later build runs otherwise, and what they are called there."""
+
+
+def others(side: dict[str, Any], rows: list[Row]) -> str:
+    """Shapes that nothing was tuned for, with 1, 32 and 256 requests; and what a later build takes for them."""
+    later = {(r["shape"], r["workload"]): r for r in rows if r["engine"] == "gapless" and r["depth"] == 2}
     body = []
     for row in side["others"]:
         times = [" / ".join(f"{value:.2f}" for value in row[name]) for name in ("gapless", "vllm")]
         prefill = [f"{row['prefill_s'][name]:.2f}" for name in ("gapless", "vllm")]
-        body.append([row["shape"], row["path"], *times, *prefill])
-    return grid(("shape", "runs as", "gapless, ms", "vLLM, ms", "prompts, s", "vLLM, s"), body)
+        found = [later.get((SINCE.get(row["shape"], ""), load)) for load in ("alone", "team", "crowd")]
+        since = ["", ""]
+        if all(found):
+            since = [" / ".join(f"{r['decode_ms_per_step']:.2f}" for r in found if r)]
+            since.append(f"{found[-1]['prefill_s']:.2f}")  # type: ignore[index]
+        body.append([row["shape"], *times, since[0], *prefill, since[1]])
+    head = ("shape", "gapless, ms", "vLLM, ms", "gapless since, ms", "prompts, s", "vLLM, s", "since, s")
+    return grid(head, body)
 
 
 def _versions(e: dict[str, str]) -> str:
@@ -141,7 +152,7 @@ def documents() -> dict[Path, str]:
     text = updated(figures.read_text(encoding="utf-8"), "figures", render(machines))
     return {
         readme: updated(readme.read_text(encoding="utf-8"), "figures", brief(next(iter(machines.values())), side)),
-        figures: updated(text, "other shapes", others(side)),
+        figures: updated(text, "other shapes", others(side, [r for rows in machines.values() for r in rows])),
     }
 
 

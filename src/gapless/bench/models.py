@@ -131,16 +131,28 @@ def load_once(name: str, device: torch.device, dtype: str) -> Any:
 
 
 def step_bytes(model: Any, batch: int, context: float) -> float:
-    """Bytes that one decode step must read: all weights but the embedding table, and every token's key and value."""
+    """Bytes that one decode step must read: weights but for the embedding table, and keys and values that are seen.
+
+    Of a mixture of experts those that somebody chose, were all choices alike and independent.
+    """
     config = model.config
-    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+    weights = 0.0
+    for parameter in {id(p): p for p in model.parameters()}.values():
+        share = 1.0
+        if parameter.dim() == 3:  # experts, stacked
+            count = len(parameter)
+            chosen = getattr(config, "num_experts_per_tok", count)
+            share = 1 - (1 - chosen / count) ** batch
+        weights += share * parameter.numel() * parameter.element_size()
     if not config.tie_word_embeddings:
         table = model.get_input_embeddings().weight
         weights -= table.numel() * table.element_size()
     size = next(iter(model.parameters())).element_size()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * size
-    return float(weights + batch * context * per_token)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    seen = sum(min(context, window) if window and kind == "sliding_attention" else context for kind in kinds)
+    return weights + batch * seen * 2 * config.num_key_value_heads * head_dim * size
 
 
 def floor_ms(model: Any, load: Workload, bandwidth: float | None) -> float | None:
