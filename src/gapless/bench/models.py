@@ -152,7 +152,7 @@ def step_bytes(model: Any, batch: int, context: float) -> float:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     seen = sum(min(context, window) if window and kind == "sliding_attention" else context for kind in kinds)
-    return weights + batch * seen * 2 * config.num_key_value_heads * head_dim * size
+    return float(weights + batch * seen * 2 * config.num_key_value_heads * head_dim * size)
 
 
 def floor_ms(model: Any, load: Workload, bandwidth: float | None) -> float | None:
