@@ -96,16 +96,16 @@ BUCKETS = (1, 16, 32, 64, 128, 256)
 Bands = dict[tuple[str, int], tuple[tuple[float, str | None], ...]]
 
 BANDS: Bands = {
-    ("plain", 1): ((14.7, "4x1024"), (inf, None)),
+    ("plain", 1): ((158, "8x1024"), (inf, None)),
     ("residual", 1): ((inf, "4x2048"),),
     ("glu", 1): ((87.7, "4x1024"), (inf, "8x1024")),
-    ("plain", 16): ((inf, None),),
+    ("plain", 16): ((inf, "64x64"),),
     ("residual", 16): ((inf, "64x128 ahead"),),
-    ("glu", 16): ((inf, None),),
-    ("plain", 32): ((inf, None),),
+    ("glu", 16): ((72, "64x128 one wave"), (inf, None)),
+    ("plain", 32): ((33.7, "64x128 one wave"), (inf, None)),
     ("residual", 32): ((inf, "64x128"),),
-    ("glu", 32): ((inf, None),),
-    ("plain", 64): ((inf, None),),
+    ("glu", 32): ((72, "64x128 one wave"), (inf, None)),
+    ("plain", 64): ((23.2, "64x128 one wave"), (inf, None)),
     ("residual", 64): ((35.8, "64x128 one wave"), (40.2, None), (135, "64x128 one wave"), (inf, "128x128 one wave")),
     ("glu", 64): ((inf, None),),
     ("plain", 128): ((inf, "128x64 of 8 warps"),),
