@@ -14,11 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from gapless import LLM, EngineConfig
+from gapless import LLM, EngineConfig, SamplingParams
+from gapless.cli.prompts import jobs_from_arguments, read_jobs
 from gapless.errors import AdapterError, ConfigError, UnsupportedModelError
 from gapless.model.config_checks import UNBOUNDED, longest_context
 from gapless.model.load.complete import check_finite
 from gapless.model.load.loading import load_model, load_tokenizer
+from gapless.model.load.sampling_defaults import sampling_defaults
+from gapless.server.parameters import sampling_params
+from gapless.server.protocol import ChatRequest
 from models import tiny, tiny_config
 
 CPU = torch.device("cpu")
@@ -264,3 +268,43 @@ def test_an_adapter_with_a_hole(whole: Path, tmp_path: Path) -> None:
     save_file(rest, file)
     with LLM(str(whole), **engine) as llm:
         llm.load_lora("some layers", folder)
+
+
+def test_sampling_defaults_of_the_model(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = changed(whole, tmp_path)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 1.0, "max_new_tokens": 9}))
+    with caplog.at_level(logging.INFO, "gapless"), LLM(str(folder), device="cpu", num_kv_blocks=9) as llm:
+        assert llm._client.default_params() == SamplingParams(temperature=0.6, top_k=20)
+        seen = []
+        submit = llm._client.submit
+        llm._client.submit = lambda many: (seen.extend(many), submit(many))[1]  # type: ignore[method-assign]
+        own = SamplingParams(max_tokens=2)
+        llm.generate({"prompt_token_ids": [3]}, use_tqdm=False)
+        llm.generate({"prompt_token_ids": [3]}, own, use_tqdm=False)
+        assert [s.params for s in seen] == [SamplingParams(temperature=0.6, top_k=20), own]
+    assert "temperature=0.6, top_k=20" in caplog.text
+    with LLM(str(folder), device="cpu", num_kv_blocks=9, generation_config=False) as llm:
+        assert llm._client.default_params() == SamplingParams()
+    file.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}))
+    assert sampling_defaults(folder) == {"repetition_penalty": 1.1}
+    file.write_text(json.dumps({"temperature": -1}))
+    with pytest.raises(ConfigError, match=r"generation_config.json: temperature=-1.*generation_config=False"):
+        sampling_defaults(str(folder))
+    model = tiny("llama")
+    model.generation_config.update(do_sample=True, top_p=0.9)
+    assert sampling_defaults(model) == {"top_p": 0.9}
+    assert sampling_defaults(object()) == {}
+
+
+def test_what_the_user_gave_stays(tmp_path: Path) -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    (job,) = jobs_from_arguments(["a"], {"temperature": 0.0}, chat=False)
+    assert job.with_defaults(defaults).params == SamplingParams(temperature=0.0, top_k=20)
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "top_k": 3}\n{"prompt": "b"}\n')
+    jobs = [job.with_defaults(defaults) for job in read_jobs(str(file), True, {}, False)]
+    assert [(job.params.temperature, job.params.top_k) for job in jobs] == [(0.6, 3), (0.6, 20)]
+    request = ChatRequest(messages=[], top_k=5)
+    params = sampling_params(request, 1, defaults)
+    assert (params.temperature, params.top_k) == (0.6, 5)

@@ -54,7 +54,7 @@ class AsyncLLM:
 
         Args:
             prompt: a text or ``{"prompt_token_ids": [...]}``.
-            sampling_params: default `SamplingParams()`.
+            sampling_params: by default those of the model's ``generation_config.json``.
             request_id: a label for `abort`; need not be unique.
             mode: "stream", each output holds everything so far; "delta", only what is new; "final", one output. None:
                 as ``sampling_params.output_kind`` says.
@@ -98,7 +98,7 @@ class AsyncLLM:
         mode: OutputMode | None,
         options: tuple[int, str | None, str | None],
     ) -> AsyncGenerator[RequestOutput, None]:
-        params = SamplingParams() if params is None else params
+        params = self._client.default_params() if params is None else params
         priority, cache_salt, lora = options
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__} is not allowed: a SamplingParams is")

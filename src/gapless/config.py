@@ -71,6 +71,8 @@ class EngineConfig:
         logprobs_mode: ``raw_logprobs``, of the model's own logits, or ``processed_logprobs``, after penalties, masks,
             temperature and filters.
         seed: with a request's number it seeds requests that bring no seed of their own.
+        generation_config: use the sampling defaults of the model's ``generation_config.json`` (temperature, top-k,
+            top-p, min-p, repetition penalty) where a request gives none.
         check_model: at load, run the parity probe against the model's own attention.
         allow_missing: tensors that the model's files, a draft model's or an adapter's may lack, by name or by a pattern
             with ``*``; without them such files are refused.
@@ -101,6 +103,7 @@ class EngineConfig:
     enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
     seed: int = 0
+    generation_config: bool = True
     check_model: bool = True
     allow_missing: str | Sequence[str] = ()
     ple_tables_on_host: bool = False
@@ -139,7 +142,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         _check("gpu_memory_utilization", share, number and 0 < share <= 1, "a number in (0, 1]")
-        for name in ("enable_prefix_caching", "enforce_eager", "check_model", "ple_tables_on_host", "enable_lora"):
+        switches = ("enable_prefix_caching", "enforce_eager", "generation_config", "check_model", "ple_tables_on_host")
+        for name in (*switches, "enable_lora"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         for name, default, most in (("max_loras", 4, 256), ("max_lora_rank", 16, 512)):
             value = getattr(self, name)

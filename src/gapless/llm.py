@@ -61,7 +61,8 @@ class LLM:
                 ``max_prompt_embeds`` also ``{"prompt_embeds": tensor}``, what the model's embedding would give,
                 ``[tokens, hidden_size]``; or both, with ``"prompt_embeds_positions": [...]``, the tokens that it
                 replaces.
-            sampling_params: one for all, or one for each prompt.
+            sampling_params: one for all, or one for each prompt. None: the defaults of the model's
+                ``generation_config.json``, see `EngineConfig.generation_config`.
             use_tqdm: show a progress bar.
             priority: one for all or one for each prompt; lower runs earlier, within one priority the first to come.
             cache_salt: one for all or one for each prompt, 1 to 1024 characters. Prompts share cached blocks only with
@@ -114,7 +115,7 @@ class LLM:
         cache_salt: str | Sequence[str | None] | None,
         lora: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
-        params = _one_each(sampling_params, len(prompts))
+        params = _one_each(self._client.default_params() if sampling_params is None else sampling_params, len(prompts))
         collector = _Collector(len(prompts), Pace(self._client.stats) if use_tqdm else None)
         priorities = _each("priority", priority, len(prompts))
         salts = _each("cache_salt", cache_salt, len(prompts))

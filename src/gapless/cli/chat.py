@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import logging
 import queue
@@ -56,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if template is not None and client.tokenizer is not None:
             client.tokenizer.chat_template = template
-        Conversation(client, params, arguments.system).talk(sys.stdin, sys.stdout)
+        given_ones = given(arguments, SamplingParams)
+        missing: Any = {name: value for name, value in client.sampling_defaults.items() if name not in given_ones}
+        Conversation(client, dataclasses.replace(params, **missing), arguments.system).talk(sys.stdin, sys.stdout)
     finally:
         client.close()
     return 0

@@ -86,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
             client.tokenizer.chat_template = template
         if not arguments.chat and two[0].messages is None and getattr(client.tokenizer, "chat_template", None):
             logger.info("%s has a chat template: with --chat each prompt is a message to it", arguments.model)
+        two = [job.with_defaults(client.sampling_defaults) for job in two]
+        jobs = (job.with_defaults(client.sampling_defaults) for job in jobs)
         with _opened(target, done) as file:
             if single and two[0].params.n == 1 and not jsonl and file.isatty():
                 _stream(client, two[0], file)

@@ -41,6 +41,7 @@ class Job:
         id: the key and the value by which its line is known, such as ``("custom_id", "a7")``.
         batch: what the answer to a line of OpenAI's batch file needs of it.
         error: why the line is none that can be answered.
+        given: fields of ``params`` that the user gave.
     """
 
     where: str
@@ -52,6 +53,12 @@ class Job:
     id: tuple[str, str | int] | None = None
     batch: BatchLine | None = None
     error: str | None = None
+    given: frozenset[str] = frozenset()
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Job:
+        """With the model's own ``defaults`` where the user gave nothing."""
+        missing: dict[str, Any] = {name: value for name, value in defaults.items() if name not in self.given}
+        return replace(self, params=replace(self.params, **missing)) if missing else self
 
     @property
     def title(self) -> str:
@@ -70,7 +77,7 @@ def jobs_from_arguments(
     """One job for each text; see `read_jobs` for ``loras``."""
     params, lora = SamplingParams.from_dict(parameters), adapter_of(loras, {})
     jobs = [_text_job(f"prompt {i}", text, params, chat, lora) for i, text in enumerate(texts, 1)]
-    return [replace(job, index=i) for i, job in enumerate(jobs)]
+    return [replace(job, index=i, given=frozenset(parameters)) for i, job in enumerate(jobs)]
 
 
 def read_jobs(
@@ -107,7 +114,7 @@ def read_jobs(
             job = Job(where, base, error=f"not UTF-8: byte {raw[error.start]:#04x}")
         except (UsageError, RequestError) as error:
             job = Job(where, base, error=str(error), **_identity(raw))
-        yield replace(job, index=index)
+        yield replace(job, index=index, given=job.given | frozenset(parameters))
         index += 1
     if not index:
         raise UsageError(f"{name} holds no prompt")
@@ -200,8 +207,8 @@ def _json_job(where: str, line: str, parameters: Mapping[str, Any], chat: bool, 
     if "body" in record:
         fields, batch = BatchLine.parse(record, loras)
         job = _json_record(where, fields, parameters, False, loras)
-        return replace(job, id=id, batch=batch)
-    return replace(_json_record(where, record, parameters, chat, loras), id=id)
+        return replace(job, id=id, batch=batch, given=frozenset(fields))
+    return replace(_json_record(where, record, parameters, chat, loras), id=id, given=frozenset(record))
 
 
 def _json_record(

@@ -112,6 +112,7 @@ class EngineClient:
         self._groups = OpenGroups()
         self._label = f"{secrets.token_hex(4)}-"  # of requests without one: nobody's own labels begin so
         self.tokenizer = find_tokenizer(model, tokenizer)
+        self.sampling_defaults = self._sampling_defaults(model, config)
         built = self._build(model, config, progress or _capture_bar)
         self._built = built
         self.config = built.config
@@ -120,6 +121,18 @@ class EngineClient:
         self._engine = built.engine
         self._scheduler = built.scheduler
         self._start()
+
+    def _sampling_defaults(self, model: Any, config: EngineConfig) -> dict[str, float]:
+        """What `SamplingParams` start from where a request gives nothing."""
+        if not config.generation_config:
+            return {}
+        from gapless.model.load.sampling_defaults import sampling_defaults
+
+        return sampling_defaults(model)
+
+    def default_params(self) -> SamplingParams:
+        """Of a request that gives none."""
+        return SamplingParams.from_dict(self.sampling_defaults)
 
     def _build(self, model: Any, config: EngineConfig, progress: Progress) -> Built:
         """The engine and what it was built from; a subclass may bring one that runs elsewhere."""

@@ -89,7 +89,8 @@ async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingPa
         if form.needs_special_tokens and body.skip_special_tokens is None:
             others["skip_special_tokens"] = False  # the form's marks are special tokens
         others["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-        sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)
+        defaults = serving.sampling_defaults
+        sampling_params(body, serving.options.max_n, defaults, max_tokens=1, min_tokens=0, **others)
         return others
 
     others = await serving.prompts.aside(checked)  # all checks before the work
@@ -97,7 +98,8 @@ async def prepare(serving: Serving, body: ChatRequest) -> tuple[Call, SamplingPa
         raise bad_request(f"max_tokens={asked} is not allowed: an integer >= 1", "max_tokens")
     whole = await serving.prompts.chat(body)
     prompt = serving.prompts.truncated(whole, body.truncate_prompt_tokens)
-    params = sampling_params(body, serving.options.max_n, max_tokens=serving.max_tokens(prompt, asked, None), **others)
+    most = serving.max_tokens(prompt, asked, None)
+    params = sampling_params(body, serving.options.max_n, serving.sampling_defaults, max_tokens=most, **others)
     continued = ""
     options = body.chat_template_kwargs or {}
     if body.messages and (body.continue_final_message or options.get("continue_final_message")):

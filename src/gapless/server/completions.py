@@ -87,7 +87,8 @@ async def _prepare(serving: Serving, body: CompletionRequest) -> tuple[_Call, li
         others: dict[str, Any] = {"logprobs": asked_logprobs, **structure(body)}
         if echo and asked_logprobs is not None:
             others["prompt_logprobs"] = asked_logprobs
-        sampling_params(body, serving.options.max_n, max_tokens=1, min_tokens=0, **others)
+        defaults = serving.sampling_defaults
+        sampling_params(body, serving.options.max_n, defaults, max_tokens=1, min_tokens=0, **others)
         return others
 
     others = await serving.prompts.aside(checked)  # all checks before the work
@@ -96,7 +97,7 @@ async def _prepare(serving: Serving, body: CompletionRequest) -> tuple[_Call, li
     params = [
         sampling_params(
             body,
-            serving.options.max_n,
+            serving.options.max_n, serving.sampling_defaults,
             max_tokens=serving.max_tokens(p, 1 if empty else body.max_tokens, DEFAULT_MAX_TOKENS),
             **others,
         )

@@ -126,6 +126,7 @@ class EngineServer:
     def _open(self, setup: Setup) -> None:
         from gapless.engine.adapters import LoadedAdapters
         from gapless.engine.build import build
+        from gapless.model.load.sampling_defaults import sampling_defaults
 
         config = EngineConfig.from_dict(setup.options)
         source = setup.model if self._model is None else self._model
@@ -161,6 +162,7 @@ class EngineServer:
             dtype=str(model.dtype).removeprefix("torch."),
             adapters=loaded,
             sizes=ModelSizes.of(model, built.layout.windows),
+            sampling_defaults=sampling_defaults(source) if config.generation_config else {},
         )
         self._send(ready)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gapless.request.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -47,12 +48,13 @@ _PLAIN = (
 """Fields that `SamplingParams` has under the same name."""
 
 
-def sampling_params(request: Sampling, max_n: int, **others: Any) -> SamplingParams:
+def sampling_params(request: Sampling, max_n: int, defaults: Mapping[str, float], **others: Any) -> SamplingParams:
     """What the engine is asked for.
 
     Args:
         request: whose fields are checked here where a server must be stricter than a library.
         max_n: completions of one prompt.
+        defaults: of the model, where the request gives nothing.
         others: parameters with names of their own, such as ``max_tokens``.
 
     Raises:
@@ -87,5 +89,6 @@ def sampling_params(request: Sampling, max_n: int, **others: Any) -> SamplingPar
         raise bad_request(
             f"stream_interval={request.stream_interval} is not allowed: an integer from 1 to 1024", "stream_interval"
         )
-    options = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
+    options: dict[str, Any] = dict(defaults)
+    options |= {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
     return SamplingParams(**{**options, **{name: value for name, value in others.items() if value is not None}})

@@ -231,6 +231,9 @@ class RemoteClient(EngineClient):
         self._ready = ready
         super().__init__(None, EngineConfig.from_dict(ready.options), tokenizer)
 
+    def _sampling_defaults(self, model: Any, config: EngineConfig) -> dict[str, float]:
+        return dict(self._ready.sampling_defaults)
+
     def _build(self, model: Any, config: EngineConfig, progress: Progress) -> RemoteBuilt:  # type: ignore[override]
         ready = self._ready
         self._remote = RemoteBuilt(

@@ -96,6 +96,11 @@ class Serving:
         return self._front_end
 
     @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Of the model, where a request gives nothing."""
+        return self.front_end.ready.sampling_defaults
+
+    @property
     def opened(self) -> FrontEnd | None:
         """The front end, if the server has been ready."""
         return self._front_end

@@ -130,6 +130,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         adapters: that are loaded.
         longest: tokens, prompt and output, of the longest request that can be served.
         sizes: of the model, for estimates.
+        sampling_defaults: fields of `SamplingParams` where a request gives nothing.
     """
 
     model_name: str
@@ -141,6 +142,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     dtype: str
     adapters: list[LoraRef] = []
     sizes: ModelSizes | None = None
+    sampling_defaults: dict[str, float] = {}
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

@@ -148,6 +148,11 @@ def check_source(model: str | Path) -> None:
     check_config(_read_config(Path(source), str(model)))
 
 
+def model_folder(model: str | Path) -> Path:
+    """The folder that `load_model` reads for a folder, a name or a GGUF file."""
+    return Path(_resolve(model)[0])
+
+
 def load_tokenizer(source: str | Path | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder, Hub name or GGUF file; None if it has none.
 
