@@ -149,7 +149,7 @@ def test_a_grammars_process_ends_with_a_forgotten_engine() -> None:
     [
         "gapless.engine.assemble.Scheduler",
         "gapless.engine.assemble.Engine",
-        "gapless.engine.adapters.LoadedAdapters",
+        "gapless.engine.local_service.LoadedAdapters",
         "gapless.engine.lifetime.weakref.finalize",
         "gapless.runner.runner.State",
         "gapless.runner.runner.Graphs",

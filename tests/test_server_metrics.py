@@ -22,7 +22,7 @@ from live_server import LiveServer, serving
 
 GAUGES = """num_requests_running num_requests_waiting num_requests_waiting_by_reason{reason} kv_cache_usage_perc
     engine_sleep_state{sleep_state} lora_requests_info{max_lora} cache_config_info{block_size} inflight_steps
-    open_http_requests"""
+    queue_peak{queue} open_http_requests"""
 COUNTERS = """prompt_tokens generation_tokens request_success{finished_reason} num_preemptions prefix_cache_queries
     prefix_cache_hits prompt_tokens_cached corrupted_requests admission_rejections{reason}
     estimated_flops_per_gpu estimated_read_bytes_per_gpu estimated_write_bytes_per_gpu
@@ -39,6 +39,7 @@ LABELS = {
     "admission_rejections": {"max_num_queued_reqs", "max_num_queued_tokens"},
     "gpu_busy_seconds": {"prefill", "decode"},
     "gpu_idle_seconds": {"no_work", "host", "masks"},
+    "queue_peak": {"inbox", "messages", "grammars"},
     "gpu_copies": {"h2d", "d2h"},
     "gpu_copied_bytes": {"h2d", "d2h"},
 }

@@ -125,7 +125,7 @@ class AsyncLLM:
         self._client.abort(request_id)
 
     def stats(self) -> tuple[EngineStats, SchedulerStats]:
-        """The engine's and the scheduler's counters; live, see `LLM.stats`."""
+        """See `LLM.stats`."""
         return self._client.stats()
 
     @property

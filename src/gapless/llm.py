@@ -140,7 +140,10 @@ class LLM:
             collector.close()
 
     def stats(self) -> tuple[EngineStats, SchedulerStats]:
-        """The engine's and the scheduler's counters. They are live and go on counting: copy what you compare later."""
+        """Copies of the engine's and the scheduler's counters, made by the loop between two steps.
+
+        A step that takes longer than half a second is not waited for.
+        """
         return self._client.stats()
 
     @property

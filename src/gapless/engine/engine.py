@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections import deque
@@ -20,14 +19,18 @@ from typing import Any, TypeVar
 from gapless.batch.plan import StepPlan
 from gapless.engine.control import Control
 from gapless.engine.stats import EngineStats
+from gapless.engine.watched_queue import WatchedQueue
 from gapless.errors import EngineClosedError, EngineDeadError
 from gapless.request.messages import StepMessage
 from gapless.request.outputs import FinishReason
 from gapless.request.request import Request
 from gapless.runner.base import StepResult, StepRunner
 from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.stats import SchedulerStats
 
 T = TypeVar("T")
+PATIENCE = 0.5
+"""Seconds that `Engine.counters` waits for the loop."""
 Observer = Callable[[str, float, float], None]
 """Is told of each phase as it ends, on the loop's thread: its name, or ``idle``; start and end by ``perf_counter``."""
 
@@ -62,7 +65,7 @@ class Engine:
         self._publish_to = publish
         self._on_death = on_death
         self._check = check
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: WatchedQueue[Callable[[], None]] = WatchedQueue("calls for the engine's loop")
         self._running = True
         self._starved = True  # the next step to be launched follows a time without requests
         self._mark = time.perf_counter()
@@ -276,6 +279,24 @@ class Engine:
 
         self._put(run)
         return done.result()
+
+    def counters(self, patience: float = PATIENCE) -> tuple[EngineStats, SchedulerStats]:
+        """Copies of all counters, made by the loop's thread between two steps.
+
+        A loop that has ended, or does not answer within ``patience`` seconds because a step hangs or takes long, is
+        not waited for: then the caller copies, and counts that belong together may be of two moments.
+        """
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            done: Future[tuple[EngineStats, SchedulerStats]] = Future()
+            with contextlib.suppress(EngineDeadError, EngineClosedError, TimeoutError):
+                self._put(lambda: done.set_result(self._copied()))
+                return done.result(patience)
+        return self._copied()
+
+    def _copied(self) -> tuple[EngineStats, SchedulerStats]:
+        stats = self.stats.copy()
+        stats.inbox_peak = self._inbox.peak
+        return stats, self.scheduler.snapshot()
 
     def alone(self, action: Callable[[], T]) -> T:
         """Run ``action`` on the loop's thread while no step is in flight; return what it returns."""

@@ -11,12 +11,12 @@ import atexit
 import contextlib
 import logging
 import os
-import queue
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from gapless.engine.engine import Engine
+from gapless.engine.watched_queue import WatchedQueue
 from gapless.errors import EngineClosedError
 from gapless.request.messages import StepMessage
 from gapless.text.outputs import OutputProcessor
@@ -54,14 +54,14 @@ class Lifetime:
     """
 
     def __init__(
-        self, built: Built, messages: queue.SimpleQueue[StepMessage | None], outputs: OutputProcessor
+        self, built: Built, messages: WatchedQueue[StepMessage | None], outputs: OutputProcessor
     ) -> None:
         self.built = built
         self.compiler: GrammarCompiler | None = None
         self.compiling = threading.Lock()
         self.closed = False
         self._engine: Engine = built.engine
-        self._messages, self._outputs = messages, outputs
+        self.messages, self._outputs = messages, outputs
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._thread = threading.Thread(
@@ -89,11 +89,11 @@ class Lifetime:
         with self.compiling:
             if self.compiler is not None:
                 self.compiler.close()
-        self._messages.put(None)
+        self.messages.put(None)
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             left = -1
-            while self._thread.is_alive() and self._messages.qsize() != left:  # it still makes progress
-                left = self._messages.qsize()
+            while self._thread.is_alive() and self.messages.qsize() != left:  # it still makes progress
+                left = self.messages.qsize()
                 self._thread.join(JOIN_SECONDS)
             if self._thread.is_alive():
                 logger.warning("a callback has not returned for %s s; closing without it", JOIN_SECONDS)
@@ -110,7 +110,7 @@ class Lifetime:
                 closer.join(FORGOTTEN_SECONDS)
 
 
-def _process(messages: queue.SimpleQueue[StepMessage | None], outputs: OutputProcessor, engine: Engine) -> None:
+def _process(messages: WatchedQueue[StepMessage | None], outputs: OutputProcessor, engine: Engine) -> None:
     """The output thread."""
     try:
         while (message := messages.get()) is not None:

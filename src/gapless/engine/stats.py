@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from gapless.device.counts import CopyCounts
+from gapless.device.counts import CopyCounts, Counters
 
 PHASES = ("receive", "schedule", "launch", "mask", "wait", "commit", "publish")
 
 
 @dataclass(slots=True)
-class EngineStats:
-    """Sums since the start, in seconds; written by the loop's thread, read by anyone.
+class EngineStats(Counters):
+    """Sums since the start, in seconds; written and copied by the loop's thread.
 
     ``host`` has one entry per phase of the loop. The device's time splits into ``busy`` (a step was running),
     ``idle_host`` (it waited for the host), ``idle_masks`` (it waited between a forward and its sampling for masks of
     structured output) and ``idle_no_work`` (there was no request). ``in_flight`` is of now: steps that were launched
-    and not waited for yet. ``copies`` are the device's own counts.
+    and not waited for yet. ``copies`` are the device's own counts. The peaks are the most entries so far of queues that
+    have no bound of their own, see `gapless.engine.watched_queue`.
     """
 
     steps: int = 0
@@ -29,6 +30,15 @@ class EngineStats:
     idle_no_work: float = 0.0
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     copies: CopyCounts = field(default_factory=CopyCounts)
+    inbox_peak: int = 0  # calls of other threads that waited for the loop
+    messages_peak: int = 0  # messages of steps that waited for the output side
+    grammars_peak: int = 0  # requests that waited for the compiler of grammars, in a server
+
+    def copy(self) -> EngineStats:
+        """As it is now; for the loop's thread."""
+        new = Counters.copy(self)
+        new.host, new.copies = dict(self.host), self.copies.copy()
+        return new
 
     @property
     def idle(self) -> dict[str, float]:

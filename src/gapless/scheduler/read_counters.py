@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.batch.plan import StepPlan
+from gapless.device.counts import Counters
 
 I64 = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class ReadCounters:
+class ReadCounters(Counters):
     """Sums since the start. The lists have one entry for each group of layers (see `gapless.cache.groups`).
 
     Attributes:
@@ -30,6 +31,12 @@ class ReadCounters:
     keys: list[int] = field(default_factory=list)
     pairs: list[int] = field(default_factory=list)
     _last: int = 0  # positions read in the latest step, of a group that sees all
+
+    def copy(self) -> ReadCounters:
+        """As it is now."""
+        new = Counters.copy(self)
+        new.keys, new.pairs = list(self.keys), list(self.pairs)
+        return new
 
     def count(self, plan: StepPlan, windows: tuple[int | None, ...]) -> None:
         """Count the next step of an engine whose groups see ``windows`` positions."""

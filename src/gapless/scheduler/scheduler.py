@@ -293,8 +293,8 @@ class Scheduler:
     # ---- looking in, and what changes between steps ---------------------------------------------------------------
 
     def snapshot(self) -> SchedulerStats:
-        """The counters, with the gauges of now."""
-        stats = self.stats
+        """A copy of the counters, with the gauges of now."""
+        stats = self.stats.copy()
         stats.running = len(self.states.running)
         stats.deferred = len(self._parked)
         stats.waiting = len(self._waiting) + stats.deferred + len(self.states.preempted)

@@ -1,14 +1,15 @@
-"""SchedulerStats: what planning and committing have counted. Written by the loop's thread only."""
+"""SchedulerStats: what planning and committing have counted. Written and copied by the loop's thread only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gapless.device.counts import Counters
 from gapless.scheduler.read_counters import ReadCounters
 
 
 @dataclass(slots=True)
-class DraftStats:
+class DraftStats(Counters):
     """Counters since the start.
 
     Attributes:
@@ -21,6 +22,12 @@ class DraftStats:
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     stopped: int = 0
+
+    def copy(self) -> DraftStats:
+        """As it is now."""
+        new = Counters.copy(self)
+        new.proposed, new.accepted = list(self.proposed), list(self.accepted)
+        return new
 
     @property
     def per_step(self) -> float:
@@ -38,7 +45,7 @@ class DraftStats:
 
 
 @dataclass(slots=True)
-class SchedulerStats:
+class SchedulerStats(Counters):
     """Counters since the start; ``running``, ``waiting`` and what is said of blocks are of now.
 
     ``blocks_used`` and ``blocks_total`` count the blocks of all groups of layers, ``used_by_group`` has (used, total)
@@ -62,6 +69,12 @@ class SchedulerStats:
     blocks_total: int = 0
     used_by_group: tuple[tuple[int, int], ...] = ()
     drafts: DraftStats | None = None
+
+    def copy(self) -> SchedulerStats:
+        """As it is now."""
+        new = Counters.copy(self)
+        new.reads, new.drafts = self.reads.copy(), self.drafts and self.drafts.copy()
+        return new
 
     @property
     def kv_use(self) -> float:

@@ -294,7 +294,8 @@ class _Routes:
         if front_end is None:
             return Health(serving.state.value, reason=serving.reason)
         stalled = front_end.stalled()
-        health = Health(serving.state.value, round(stalled, 3), front_end.client.engine.stats.in_flight, serving.reason)
+        engine, _ = front_end.client.stats()
+        health = Health(serving.state.value, round(stalled, 3), engine.in_flight, serving.reason)
         if serving.state is not State.FAILED and stalled > serving.options.hang_timeout:
             health.status = "unhealthy"
             health.reason = f"the engine has work and has made no step for {stalled:.0f} seconds"

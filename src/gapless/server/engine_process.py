@@ -1,8 +1,8 @@
 """The engine's process: the engine, a thread that reads commands, and the main thread, which writes what steps bring.
 
-The loop's thread puts each step's message into a queue, as in `gapless.engine.client`, and goes on. The main thread
-encodes it and writes it with one call; a front end that is slow to read makes this thread wait, never the loop. Nothing
-here knows about text.
+The loop's thread puts each step's message and counters into a queue, as in `gapless.engine.client`, and goes on. The
+main thread encodes them and writes them with one call; a front end that is slow to read makes this thread wait, never
+the loop. Nothing here knows about text.
 
 Started as ``python -m gapless.server.engine_process FD`` with one end of a socket pair. Ends with the front end: at
 the end of the stream, or, should the interpreter be stuck, by a signal of the kernel (`die_with_parent`).
@@ -26,6 +26,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gapless.config import EngineConfig
+from gapless.engine.watched_queue import WatchedQueue
 from gapless.errors import AdapterError, ConfigError, EngineClosedError, EngineDeadError, UnsupportedModelError
 from gapless.request.messages import StepMessage
 from gapless.server.actions import perform
@@ -100,7 +101,7 @@ class EngineServer:
         self._on_setup = on_setup
         self._on_loaded = on_loaded
         self._setup: queue.SimpleQueue[Setup | None] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[StepMessage | Refused | Acted | Died | None] = queue.SimpleQueue()
+        self._messages: WatchedQueue[Step | Refused | Acted | Died | None] = WatchedQueue("messages to the front end")
         self._stopping = False
         self.built: Any = None
         self._grammars: Grammars | None = None
@@ -130,7 +131,7 @@ class EngineServer:
 
         config = EngineConfig.from_dict(setup.options)
         source = setup.model if self._model is None else self._model
-        self.built = built = build(source, config, self._messages.put, self._on_death)
+        self.built = built = build(source, config, self._publish, self._on_death)
         model = built.model
 
         def load_tokenizer() -> Any:
@@ -230,29 +231,36 @@ class EngineServer:
 
     # ---- to the front end -----------------------------------------------------------------------------------------
 
+    def _publish(self, message: StepMessage) -> None:
+        """On the loop's thread, whose counters are copied here."""
+        self._messages.put(self._step(message))
+
+    def _step(self, message: StepMessage | None) -> Step:
+        engine, scheduler = self.built.engine.counters()
+        engine.messages_peak = self._messages.peak
+        engine.grammars_peak = 0 if self._grammars is None else self._grammars.peak
+        return Step(message, engine, scheduler)
+
     def _on_death(self, error: BaseException) -> None:
         logger.error("the engine stopped after an error", exc_info=error)
         self._messages.put(Died(f"the engine stopped after an error: {error!r}"))
 
     def _write(self, heartbeat: float) -> int:
         """Send what steps bring until the end; a step's message is encoded once and written once."""
-        engine, scheduler = self.built.engine, self.built.scheduler
+        engine = self.built.engine
         try:
             while True:
                 try:
                     message = self._messages.get(timeout=heartbeat)
                 except queue.Empty:
-                    self._send(Step(None, engine.stats, scheduler.snapshot()))
+                    self._send(self._step(None))
                     continue
                 if message is None:
                     engine.close()
                     return EXIT_OK
-                if isinstance(message, (Refused, Acted, Died)):
-                    self._send(message)
-                    if isinstance(message, Died):
-                        return EXIT_DIED
-                    continue
-                self._send(Step(message, engine.stats, scheduler.snapshot()))
+                self._send(message)
+                if isinstance(message, Died):
+                    return EXIT_DIED
         except OSError as error:
             logger.error("the front end cannot be written to: %s", error)
             engine.close()

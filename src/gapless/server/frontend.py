@@ -175,7 +175,8 @@ class FrontEnd:
         now = time.monotonic()
         silent = now - self._connection.heard
         held = self.paused or self.sleep_level > 0
-        working = self.client.engine.stats.in_flight or (self.sequences and not held)
+        engine, _ = self.client.stats()
+        working = engine.in_flight or (self.sequences and not held)
         return max(silent, now - self.progressed if working else 0.0)
 
     def cut_slow_readers(self, seconds: float) -> None:

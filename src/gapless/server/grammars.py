@@ -7,12 +7,12 @@ a waiting request meanwhile is kept until the engine has it, so that its end com
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gapless.engine.engine import Engine
+from gapless.engine.watched_queue import WatchedQueue
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.grammar.compiler import GrammarCompiler
 from gapless.request.outputs import FinishReason
@@ -44,11 +44,16 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._queue: WatchedQueue[Request | None] = WatchedQueue("requests for the compiler of grammars")
         self._lock = threading.Lock()
         self._waiting: dict[int, FinishReason | None] = {}  # by id: why it is to end once the engine has it
         self._compiler: GrammarCompiler | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def peak(self) -> int:
+        """Most requests that have waited at once."""
+        return self._queue.peak
 
     def take(self, request: Request) -> None:
         """Submit a request once its grammar is ready."""

@@ -346,6 +346,10 @@ class Metrics(Collector):
         yield gauge(
             "inflight_steps", "Steps that were launched and have not ended.", {"": float(step.engine.in_flight)}
         )
+        now = step.engine
+        peaks = {"inbox": now.inbox_peak, "messages": now.messages_peak, "grammars": now.grammars_peak}
+        text = "Most entries so far of queues that have no bound: calls for the loop, messages, grammars to make."
+        yield gauge("queue_peak", text, {name: float(peak) for name, peak in peaks.items()}, "queue")
         yield gauge("open_http_requests", "HTTP requests before the engine.", {"": float(len(front_end.tickets))})
         options = front_end.ready.options
         names = (

@@ -1,4 +1,4 @@
-"""An engine in another process, as `EngineClient` sees one: its socket, and stand-ins for what is over there.
+"""An engine in another process, as its client sees it, and the socket to it.
 
 One thread, that of the event loop, does all of this. What a turn of the event loop brings for the engine goes to it as
 one message.
@@ -12,14 +12,14 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from gapless.config import EngineConfig
-from gapless.engine.client import EngineClient, Submission
+from gapless.engine.request_client import RequestClient
 from gapless.engine.stats import EngineStats
+from gapless.engine.submission import Submission
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError, shorter
 from gapless.request.outputs import FinishReason
 from gapless.request.request import LoraRef, Request
@@ -40,9 +40,7 @@ from gapless.server.wire import (
     refuse_what_cannot_travel,
     to_front_end,
 )
-
-if TYPE_CHECKING:
-    from gapless.engine.assemble import Progress
+from gapless.text.outputs import RequestGroup
 
 logger = logging.getLogger("gapless.server")
 
@@ -108,17 +106,31 @@ class Connection(asyncio.Protocol):
 
 
 class RemoteEngine:
-    """What `EngineClient` asks of an engine, sent to another process."""
+    """An `EngineService` in another process. On the event loop's thread only.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    Args:
+        connection: to an engine that has said that it is ready.
+        ready: what it said.
+        has_tokenizer: grammars can be made, over there.
+
+    Attributes:
+        counters: as of the latest message.
+        error: what ended the engine.
+    """
+
+    embeds_width, dtype = 0, None
+
+    def __init__(self, connection: Connection, ready: Ready, *, has_tokenizer: bool) -> None:
+        self.vocab_size, self.eos_token_ids, self.longest = ready.vocab_size, tuple(ready.eos_token_ids), ready.longest
+        self.counters = EngineStats(), SchedulerStats()
+        self.error: BaseException | None = None
+        self.closed = False
+        self._connection, self._has_tokenizer = connection, has_tokenizer
+        self._adapters = {ref.name: ref for ref in ready.adapters}  # what was loaded at the start stays
         self._loop = asyncio.get_running_loop()
         self._requests: list[msgspec.Raw] = []
         self._finish: list[tuple[int, FinishReason]] = []
         self._due = False
-        self.error: BaseException | None = None
-        self.closed = False
-        self.stats = EngineStats()
 
     def raise_if_dead(self) -> None:
         """As `Engine.raise_if_dead`."""
@@ -127,8 +139,17 @@ class RemoteEngine:
         if self.closed:
             raise EngineClosedError("the engine is closed")
 
+    def refuse_what_never_fits(self, prompt_len: int, max_tokens: int) -> None:
+        """As `Scheduler.refuse_what_never_fits`."""
+        longest = self.longest
+        if prompt_len + max_tokens > longest:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together "
+                f"{prompt_len + max_tokens}; at most {longest} fit. {shorter(prompt_len, max_tokens, longest)}"
+            )
+
     def submit(self, requests: list[Request]) -> None:
-        """With the next message. On the event loop's thread only, as all of this class."""
+        """With the next message."""
         self.raise_if_dead()
         self._requests += map(encode_request, requests)
         self._flush_soon()
@@ -149,123 +170,53 @@ class RemoteEngine:
         self._requests, self._finish = [], []
         self._connection.send(message)
 
-
-class RemoteScheduler:
-    """What `EngineClient` asks of a scheduler."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self.stats = SchedulerStats()
-
-    def refuse_what_never_fits(self, prompt_len: int, max_tokens: int) -> None:
-        """As `Scheduler.refuse_what_never_fits`."""
-        longest = self.longest
-        if prompt_len + max_tokens > longest:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together "
-                f"{prompt_len + max_tokens}; at most {longest} fit. {shorter(prompt_len, max_tokens, longest)}"
-            )
-
-    def snapshot(self) -> SchedulerStats:
+    def stats(self) -> tuple[EngineStats, SchedulerStats]:
         """As of the latest message."""
-        return self.stats
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """What `EngineClient` asks of a model."""
-
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
-class RemoteGrammars:
-    """In the place of a `GrammarCompiler`: grammars are compiled where they are used."""
-
-    def compile(self, params: SamplingParams) -> None:
-        """Later, over there."""
-
-    def grammars(self, params: SamplingParams, stop_token_ids: Sequence[int], count: int) -> list[None]:
-        """None yet."""
-        return [None] * count
-
-
-class RemoteAdapters:
-    """In the place of `LoadedAdapters`: what was loaded at the start stays."""
-
-    def __init__(self, adapters: Sequence[LoraRef]) -> None:
-        self._adapters = {ref.name: ref for ref in adapters}
+        return self.counters
 
     @contextlib.contextmanager
-    def locked(self, names: Sequence[str | None]) -> Iterator[list[LoraRef | None]]:
+    def locked(self, loras: Sequence[str | None]) -> Iterator[list[LoraRef | None]]:
         """The adapters of these names."""
-        yield [None if name is None else self._adapters.get(name) for name in names]
+        yield [None if name is None else self._adapters.get(name) for name in loras]
 
-    def refuse_unknown(self, name: object) -> None:
-        """Raise `RequestError` for a name that is not loaded."""
+    def refuse_unknown_lora(self, name: object) -> None:
+        """As `LoadedAdapters.refuse_unknown`."""
         if name not in self._adapters:
             raise RequestError(f"lora={name!r}: no adapter of this name is loaded")
 
+    def compile(self, params: SamplingParams) -> None:
+        """Later, over there, where they are used."""
+        if not self._has_tokenizer:
+            raise RequestError("structured_outputs needs a tokenizer, and there is none")
 
-@dataclass(slots=True)
-class RemoteBuilt:
-    """In the place of `Built`."""
-
-    engine: RemoteEngine
-    scheduler: RemoteScheduler
-    model: RemoteModel
-    config: EngineConfig
+    def grammars(self, params: SamplingParams, stop_token_ids: tuple[int, ...], count: int) -> list[None]:
+        """None yet."""
+        self.compile(params)
+        return [None] * count
 
 
-class RemoteClient(EngineClient):
-    """`EngineClient` before an engine in another process; all of it runs on the event loop's thread.
+class RemoteClient(RequestClient):
+    """`RequestClient` before an engine in another process; all of it runs on the event loop's thread, `take` included.
 
     Args:
-        connection: to an engine that has said that it is ready.
-        ready: what it said.
+        connection, ready: see `RemoteEngine`.
         tokenizer: an object, or None.
     """
 
     def __init__(self, connection: Connection, ready: Ready, tokenizer: Any) -> None:
-        self._connection = connection
-        self._ready = ready
-        super().__init__(None, EngineConfig.from_dict(ready.options), tokenizer)
+        super().__init__(tokenizer)
+        self.engine = RemoteEngine(connection, ready, has_tokenizer=tokenizer is not None)
+        self._serve(self.engine, EngineConfig.from_dict(ready.options), ready.sampling_defaults)
 
-    def _sampling_defaults(self, model: Any, config: EngineConfig) -> dict[str, float]:
-        return dict(self._ready.sampling_defaults)
-
-    def _build(self, model: Any, config: EngineConfig, progress: Progress) -> RemoteBuilt:  # type: ignore[override]
-        ready = self._ready
-        self._remote = RemoteBuilt(
-            RemoteEngine(self._connection),
-            RemoteScheduler(ready.longest),
-            RemoteModel(ready.vocab_size, tuple(ready.eos_token_ids)),
-            config,
-        )
-        return self._remote
-
-    def _grammars(self) -> RemoteGrammars:  # type: ignore[override]
-        if self.tokenizer is None:
-            raise RequestError("structured_outputs needs a tokenizer, and there is none")
-        return RemoteGrammars()
-
-    def _requests(self, submission: Submission, lora: LoraRef | None) -> list[Request]:
-        refuse_what_cannot_travel(submission.params)  # now: nothing of it has been registered yet
-        return super()._requests(submission, lora)
-
-    def _start(self) -> None:
-        """There is no thread: `take` is called instead."""
-        self.adapters = RemoteAdapters(self._ready.adapters)  # type: ignore[assignment]
-
-    @property
-    def engine(self) -> RemoteEngine:
-        """The stand-in."""
-        return self._remote.engine
+    def submit(self, submissions: Sequence[Submission]) -> list[RequestGroup]:
+        """See `RequestClient.submit`."""
+        for submission in submissions:
+            refuse_what_cannot_travel(submission.params)  # now: nothing of it has been registered yet
+        return super().submit(submissions)
 
     def take(self, step: Step) -> None:
         """What a step brought: outputs to tickets, counters."""
-        self._remote.engine.stats = step.engine
-        self._remote.scheduler.stats = step.scheduler
+        self.engine.counters = step.engine, step.scheduler
         if step.message is not None:
             self._outputs.process(step.message)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from gapless.engine.client import Submission
+from gapless.engine.submission import Submission
 from gapless.errors import EngineClosedError, EngineDeadError, RequestError
 from gapless.request.outputs import RequestOutput
 from gapless.request.sampling_params import SamplingParams
