@@ -288,10 +288,14 @@ def test_half_the_bytes_are_twice_the_blocks_and_the_log_says_so(caplog: pytest.
 # ---- refusals and keys ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", ["fp8", "float8_e4m3fn", "", None, 8])
+@pytest.mark.parametrize("bad", ["fp16", "float8_e4m3fn", "", None, 8])
 def test_another_name_is_refused(bad: Any) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype=.*auto, fp8_e4m3"):
         gapless.EngineConfig(kv_cache_dtype=bad)
+
+
+def test_a_short_name() -> None:
+    assert gapless.EngineConfig(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
 
 
 def test_a_model_with_specs_of_its_own_is_refused() -> None:

@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 
 def test_forms_of_a_prompt(tokenizer: Any) -> None:
-    text, ids = encode_prompt("hello", tokenizer, len(tokenizer))
+    text, ids, _ = encode_prompt("hello", tokenizer, len(tokenizer))
     assert text == "hello"
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == "hello"
@@ -114,7 +114,7 @@ def test_text_without_or_beyond_the_tokenizer(tokenizer: Any) -> None:
 def test_chat(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
     messages = [{"role": "user", "content": "hello"}]
-    text, ids = encode_chat(messages, tokenizer, len(tokenizer))
+    text, ids, _ = encode_chat(messages, tokenizer, len(tokenizer))
     assert text == "<s>user:hello</s><s>assistant:"
     assert tokenizer.decode(ids) == text
     assert ids.tolist().count(tokenizer.bos_token_id) == 2

@@ -189,9 +189,14 @@ def chat_template(given: str | None) -> str | None:
 
 
 def log_to_stderr(level: int) -> None:
-    """Show the engine's log."""
+    """Show the engine's log, on what standard error is now."""
+    ours = [handler for handler in logger.handlers if handler.name == "stderr"]
+    for handler in ours:
+        assert isinstance(handler, logging.StreamHandler)
+        handler.stream = sys.stderr  # `setStream` would flush the old one, which may be closed
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = logging.StreamHandler(sys.stderr)
+        handler.name = "stderr"
         handler.setFormatter(logging.Formatter("gapless: %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(level)

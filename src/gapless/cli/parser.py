@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     def _near(self, name: str) -> str:
         """A suggestion, if an option is really near: the dashes that all begin with make none so."""
         bare = {option.lstrip("-"): option for option in self._option_string_actions if option.startswith("--")}
-        near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), bare, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), bare, n=1, cutoff=0.7)
         return f" Did you mean {bare[near[0]]!r}?" if near else ""
 
     @property
