@@ -134,7 +134,7 @@ class ThreadStorm:
     def __init__(self, llm: LLM, count: int, seed: int) -> None:
         self.client = llm._client
         self.count, self.seed = count, seed
-        self.vocab = self.client._vocab_size
+        self.vocab = self.client.service.vocab_size
         self.due: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self.places = threading.Semaphore(AT_ONCE["threads"])
         self.lock = threading.Lock()
@@ -224,7 +224,7 @@ class TaskStorm:
 
     def __init__(self, llm: AsyncLLM, count: int, seed: int) -> None:
         self.llm, self.count, self.seed = llm, count, seed
-        self.vocab = llm._client._vocab_size
+        self.vocab = llm._client.service.vocab_size
         self.counts: Counter[str] = Counter()
 
     async def consume(self, prompt: Any, params: SamplingParams, label: str, mode: Any, leave: int | None) -> None:

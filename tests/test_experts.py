@@ -106,7 +106,8 @@ def test_the_router_s_kernel_equals_the_definition(case: int) -> None:
     weight = Weight(torch.zeros(e, 4, device=DEVICE))
     normed = score != "logits" and rng.random() < 0.5
     router = Router(weight, k, score, correction, normed, rng.choice([1.0, 2.5]), rng.choice([dtype, torch.float32]))
-    logits = torch.stack([torch.randperm(e) for _ in range(tokens)]).to(DEVICE, dtype) / 4  # no two alike
+    # No two alike, and all where a sigmoid tells them apart: beyond 17 every float32 is 1.
+    logits = torch.stack([torch.randperm(e) for _ in range(tokens)]).to(DEVICE, dtype) / 16 - 4
     chosen, weights = choose_by_kernel(router, logits)
     want, want_weights = router.choose(logits)
     assert torch.equal(chosen.long(), want)

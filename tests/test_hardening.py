@@ -125,7 +125,7 @@ def test_a_label_ends_only_the_request_that_was_given_it() -> None:
             async def last(label: str | None) -> Any:
                 return [o async for o in llm.generate(PROMPT, params, label, mode="final")][-1]
 
-            number = str(next(llm._client._ids) + 1)
+            number = str(next(llm._client._maker._ids) + 1)
             tasks = [asyncio.create_task(last(None)), asyncio.create_task(last(number))]
             await asyncio.sleep(0.02)
             await llm.abort(number)
